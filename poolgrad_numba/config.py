@@ -1,0 +1,196 @@
+"""The two settings, mode and thread limit: who may set them, and which one holds here and now.
+
+Precedence: the call's own argument, then ``config_context``, then ``set_config``, then the environment
+(``POOLGRAD_DETERMINISTIC``, ``POOLGRAD_NUM_THREADS``), then the default (fast, Numba's own limit).
+This is the only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numba
+import numpy as np
+
+from poolgrad_numba.errors import PoolGradTypeError, PoolGradValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import EllipsisType
+
+DETERMINISTIC_VARIABLE: Final = "POOLGRAD_DETERMINISTIC"
+NUM_THREADS_VARIABLE: Final = "POOLGRAD_NUM_THREADS"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The settings that hold at one place in a program.
+
+    Attributes
+    ----------
+    deterministic : bool
+        ``True``: the same bits for any thread count, layout, run or CPU. ``False``: fast, free to reorder.
+    num_threads : int
+        The most threads that a call may use.
+    """
+
+    deterministic: bool
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """One layer of settings; ``None`` leaves the choice to the layer below."""
+
+    deterministic: bool | None = None
+    num_threads: int | None = None
+
+    def over(self, below: _Settings) -> _Settings:
+        return _Settings(
+            below.deterministic if self.deterministic is None else self.deterministic,
+            below.num_threads if self.num_threads is None else self.num_threads,
+        )
+
+    def changed(self, deterministic: Any, num_threads: Any) -> _Settings:  # noqa: ANN401  (validated here)
+        return _Settings(
+            self.deterministic if deterministic is ... else _checked_mode(deterministic),
+            self.num_threads if num_threads is ... else _checked_threads(num_threads),
+        )
+
+
+_process = _Settings()
+_process_lock = threading.Lock()
+_context: ContextVar[_Settings] = ContextVar("poolgrad_numba_settings", default=_Settings())
+
+
+def _checked_mode(value: Any) -> bool | None:  # noqa: ANN401
+    if value is None or isinstance(value, bool | np.bool_):
+        return None if value is None else bool(value)
+    raise PoolGradTypeError(f"deterministic: got {value!r}, wanted True, False or None")
+
+
+def _checked_threads(value: Any) -> int | None:  # noqa: ANN401
+    if value is None:
+        return None
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        threads = operator.index(value)
+    except TypeError:
+        raise PoolGradTypeError(f"num_threads: got {value!r}, wanted an integer or None") from None
+    if threads < 1:
+        raise PoolGradValueError(f"num_threads: got {threads}, wanted at least 1")
+    return threads
+
+
+@cache
+def _environment() -> _Settings:
+    """Read the two variables, once a process; a malformed one is an error at every call until it is mended."""
+    mode = os.environ.get(DETERMINISTIC_VARIABLE)
+    if mode not in (None, "0", "1"):
+        raise PoolGradValueError(f"environment variable {DETERMINISTIC_VARIABLE}: got {mode!r}, wanted 0 or 1")
+    threads = os.environ.get(NUM_THREADS_VARIABLE)
+    if threads is not None and not (threads.isascii() and threads.isdigit() and int(threads) >= 1):
+        raise PoolGradValueError(
+            f"environment variable {NUM_THREADS_VARIABLE}: got {threads!r}, wanted an integer of at least 1"
+        )
+    return _Settings(None if mode is None else mode == "1", None if threads is None else int(threads))
+
+
+def resolve(deterministic: Any = None, num_threads: Any = None) -> Config:  # noqa: ANN401
+    """Give the settings for one call, its own arguments first. A thread count above the machine's is clamped."""
+    call = _Settings(_checked_mode(deterministic), _checked_threads(num_threads))
+    settled = call.over(_context.get()).over(_process)
+    if settled.deterministic is None or settled.num_threads is None:
+        settled = settled.over(_environment())
+    if settled.num_threads is None:
+        threads = numba.get_num_threads()
+    else:
+        threads = min(settled.num_threads, numba.config.NUMBA_NUM_THREADS)
+    return Config(bool(settled.deterministic), threads)
+
+
+def get_config() -> Config:
+    """Return the settings that hold here and now.
+
+    Returns
+    -------
+    Config
+        Frozen; what a call made at this place, without arguments of its own, would use.
+
+    Examples
+    --------
+    >>> import poolgrad_numba as pg
+    >>> with pg.config_context(deterministic=True):
+    ...     pg.get_config().deterministic
+    True
+    """
+    return resolve()
+
+
+def set_config(
+    *, deterministic: bool | None | EllipsisType = ..., num_threads: int | None | EllipsisType = ...
+) -> None:
+    """Set the process-wide defaults, for every thread and task that has no setting of its own.
+
+    Parameters
+    ----------
+    deterministic : bool or None, optional
+        The mode; ``None`` unsets it, so that the environment and then the default (fast) hold again.
+    num_threads : int or None, optional
+        The thread limit; ``None`` unsets it. More than the machine has is clamped when a call is made.
+
+    Raises
+    ------
+    PoolGradTypeError, PoolGradValueError
+        For any other value; nothing is changed then.
+
+    Examples
+    --------
+    >>> import poolgrad_numba as pg
+    >>> pg.set_config(deterministic=True)
+    >>> pg.get_config().deterministic
+    True
+    >>> pg.set_config(deterministic=None)
+    """
+    global _process  # noqa: PLW0603  (the process default is this module's one piece of state)
+    with _process_lock:
+        _process = _process.changed(deterministic, num_threads)
+
+
+@contextmanager
+def config_context(
+    *, deterministic: bool | None | EllipsisType = ..., num_threads: int | None | EllipsisType = ...
+) -> Iterator[Config]:
+    """Set the mode or the thread limit inside a ``with`` block, for this thread or asyncio task only.
+
+    Parameters
+    ----------
+    deterministic, num_threads
+        As in `set_config`. What is not given stays as the surrounding block has it; ``None`` leaves the
+        choice to the process-wide setting. Blocks nest, and the former settings return on an error too.
+
+    Yields
+    ------
+    Config
+        The settings inside the block.
+
+    Examples
+    --------
+    >>> import poolgrad_numba as pg
+    >>> with pg.config_context(num_threads=1) as config:
+    ...     config.num_threads
+    1
+    """
+    token = _context.set(_context.get().changed(deterministic, num_threads))
+    try:
+        yield resolve()
+    finally:
+        _context.reset(token)

@@ -1,0 +1,111 @@
+"""How kernels are compiled and cached: the only place with Numba options.
+
+No ``fastmath`` anywhere: both modes need NaN and infinities, one needs the order of additions.
+"""
+
+import hashlib
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numba
+from numba import njit, prange
+from numba.core.caching import FunctionCache
+
+from poolgrad_numba.kernels.numeric import keep_subnormals, restore_subnormals
+
+# nogil: other Python threads (streams, data loaders) go on while a kernel runs.
+_OPTIONS = {"error_model": "numpy", "nogil": True, "boundscheck": False, "fastmath": False}
+
+helper = njit(**_OPTIONS)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel in its two flavours, called as ``flavour(workers, *arrays) -> count``.
+
+    Both run ``body(worker, workers, *arrays)`` for every worker and sum what it returns; ``parallel`` spreads the
+    workers over Numba's threads, ``serial`` runs them in turn on the calling thread: the same bits.
+    """
+
+    name: str
+    serial: Any
+    parallel: Any
+
+
+def kernel(body):
+    """Compile a worker function, ``body(worker, workers, *arrays) -> int``, as a `Kernel`.
+
+    Workers must write disjoint cells (or add atomically), and may depend on nothing but their arguments.
+    Subnormals are kept while a worker runs, whatever its thread had set.
+    """
+    run = helper(body)
+
+    def drive(workers, *arrays):
+        total = 0
+        for worker in prange(workers):
+            mode = keep_subnormals()
+            total += run(worker, workers, *arrays)
+            restore_subnormals(mode)
+        return total
+
+    drive.__name__ = body.__name__
+    drive.__qualname__ = body.__qualname__
+    drive.__module__ = body.__module__
+    return Kernel(body.__name__, _cached(drive, parallel=False), _cached(drive, parallel=True))
+
+
+def _cached(drive, *, parallel):
+    dispatcher = njit(parallel=parallel, **_OPTIONS)(drive)
+    try:
+        dispatcher._cache = _KernelCache(drive, parallel)
+    except (RuntimeError, OSError):
+        pass  # nowhere to write (read-only install without a home): compiled anew in each process
+    return dispatcher
+
+
+@cache
+def sources_digest():
+    """Digest of all kernel sources, so that an edit of any of them makes every cached kernel stale."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for source in sorted(resources.files(__package__).iterdir(), key=lambda entry: entry.name):
+        if source.name.endswith(".py"):
+            digest.update(source.name.encode())
+            digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+class _KernelCache(FunctionCache):
+    """Numba's disk cache, with a key that sees every kernel source and the flavour, and that never fails a call.
+
+    Numba's own key knows only the function's own bytecode: an edited helper in another file would leave stale
+    machine code running, and the two flavours of one function would share an entry.
+    """
+
+    def __init__(self, py_func, parallel):
+        self._flavour = (py_func.__module__, py_func.__qualname__, parallel)
+        super().__init__(py_func)
+
+    def _index_key(self, sig, codegen):
+        return sig, codegen.magic_tuple(), self._flavour, sources_digest()
+
+    def _load_overload(self, sig, target_context):
+        return self._guarded(super()._load_overload, sig, target_context)
+
+    def _save_overload(self, sig, data):
+        return self._guarded(super()._save_overload, sig, data)
+
+    def _guarded(self, act, *args):
+        # A truncated file can raise nearly anything while it is unpickled; compiling anew is always right.
+        try:
+            return act(*args)
+        except Exception as error:  # noqa: BLE001
+            warnings.warn(
+                f"the kernel cache at {self.cache_path} cannot be used ({error!r}); kernels are compiled anew",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self.disable()
+            return None

@@ -1,0 +1,136 @@
+"""The indexed map: ``out[p, index[p, o]] += grad[p, o]``, for max pooling of any rank.
+
+``grad`` and ``index`` are (planes, outputs), ``out`` is (planes, cells); an index is flat inside its plane.
+Every kernel compares each index as an unsigned 64-bit number with the range that it may write, counts those that
+are outside the plane, and writes nothing for them.
+"""
+
+import numpy as np
+
+from poolgrad_numba.kernels._jit import helper, kernel
+from poolgrad_numba.kernels.numeric import accumulator, atomic_add, finish, narrow, widen
+
+
+@helper
+def share(worker, workers, total):
+    """Return the worker's contiguous part of ``range(total)``."""
+    return worker * total // workers, (worker + 1) * total // workers
+
+
+@kernel
+def plane_scatter(worker, workers, grad, index, out, scratch):
+    """Each plane is owned by one worker, which adds its outputs in ascending order.
+
+    scratch: (workers, cells) in the accumulation type for 16-bit values, else (workers, 0).
+    """
+    planes, outputs = grad.shape
+    cells = np.uint64(out.shape[1])
+    bad = 0
+    first, last = share(worker, workers, planes)
+    for p in range(first, last):
+        g, ix = grad[p], index[p]
+        acc = accumulator(out[p], scratch[worker])
+        acc[:] = 0  # here, while the plane is about to be in cache, not in a pass of its own
+        for o in range(outputs):
+            i = np.uint64(ix[o])
+            if i < cells:
+                acc[i] += widen(g[o])
+            else:
+                bad += 1
+        finish(acc, out[p])
+    return bad
+
+
+@kernel
+def segment_ranges(worker, workers, index, cells, segment, tile, low, high, visits):
+    """Record each segment's lowest and highest index; segments are runs of ``segment`` outputs of one plane.
+
+    low, high: (planes, segments). visits[worker]: how many outputs `tile_reduce` would look at, tile by tile.
+    """
+    planes, segments = low.shape
+    outputs = index.shape[1]
+    bad = 0
+    visits[worker] = 0
+    first, last = share(worker, workers, planes * segments)
+    for s in range(first, last):
+        p, start = s // segments, s % segments * segment
+        part = index[p, start : min(start + segment, outputs)]
+        lowest, highest = np.int64(part[0]), np.int64(part[0])
+        for o in range(part.size):
+            i = np.int64(part[o])
+            lowest, highest = min(lowest, i), max(highest, i)
+        if lowest < 0 or highest >= cells:
+            for o in range(part.size):
+                bad += np.uint64(part[o]) >= np.uint64(cells)
+        else:
+            visits[worker] += (highest // tile - lowest // tile + 1) * part.size
+        low[p, s % segments], high[p, s % segments] = lowest, highest
+    return bad
+
+
+@kernel
+def tile_reduce(worker, workers, grad, index, out, segment, tile, low, high, scratch):
+    """Each tile, a run of ``tile`` cells of one plane, is owned by one worker, which adds what reaches it in order.
+
+    Segments whose index range misses the tile are skipped. scratch: (workers, tile) or (workers, 0).
+    """
+    planes, outputs = grad.shape
+    cells, segments = out.shape[1], low.shape[1]
+    tiles = (cells + tile - 1) // tile
+    first, last = share(worker, workers, planes * tiles)
+    for t in range(first, last):
+        p, base = t // tiles, t % tiles * tile
+        end = min(base + tile, cells)
+        target = out[p, base:end]
+        acc = accumulator(target, scratch[worker])
+        acc[:] = 0
+        inside = np.uint64(end - base)
+        for s in range(segments):
+            if low[p, s] < end and high[p, s] >= base:
+                start = s * segment
+                g, ix = grad[p, start : start + segment], index[p, start : start + segment]
+                for o in range(ix.size):
+                    i = np.uint64(np.int64(ix[o]) - base)
+                    if i < inside:
+                        acc[i] += widen(g[o])
+        finish(acc, target)
+    return 0
+
+
+@kernel
+def fill_zero(worker, workers, cells):
+    """Each worker zeroes its part of the flat array ``cells``."""
+    first, last = share(worker, workers, cells.size)
+    cells[first:last] = 0
+    return 0
+
+
+@kernel
+def atomic_scatter(worker, workers, grad, index, acc):
+    """Outputs are shared out over workers, which add into the zeroed ``acc`` (planes, cells) atomically, in any order."""
+    planes, outputs = grad.shape
+    cells = np.uint64(acc.shape[1])
+    bad = 0
+    first, last = share(worker, workers, planes * outputs)
+    for p in range(first // outputs, planes):
+        start, stop = max(first - p * outputs, 0), min(last - p * outputs, outputs)
+        if start >= stop:
+            break
+        g, ix, plane = grad[p, start:stop], index[p, start:stop], acc[p]
+        for o in range(ix.size):
+            i = np.uint64(ix[o])
+            if i < cells:
+                atomic_add(plane, i, widen(g[o]))
+            else:
+                bad += 1
+    return bad
+
+
+@kernel
+def round_cells(worker, workers, acc, out):
+    """Each worker rounds its part of the flat ``acc`` into the 16-bit ``out``."""
+    first, last = share(worker, workers, out.size)
+    source, target = acc[first:last], out[first:last]
+    for i in range(target.size):
+        target[i] = narrow(source[i], target)
+    return 0

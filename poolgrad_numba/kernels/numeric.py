@@ -1,0 +1,250 @@
+"""Numbers as the kernels need them: 16-bit floats, atomic addition, subnormals, accumulators.
+
+float32 and float64 accumulate in themselves; float16 (as ``uint16``) and bfloat16 (as ``int16``) in float32.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload, register_jitable
+
+_FTZ_DAZ = 0x8040  # MXCSR: flush results to zero, treat operands as zero
+_FZ = 1 << 24  # FPCR: the same on AArch64
+
+
+def _machine(context):
+    """(architecture, features) that code is generated for, as LLVM spells them."""
+    triple, _cpu, features = context.codegen().magic_tuple()
+    return str(triple).split("-", maxsplit=1)[0], features.split(",")
+
+
+# -- subnormals ------------------------------------------------------------------------------------------------
+
+
+def _mxcsr(builder, name, slot):
+    pointer = ir.IntType(8).as_pointer()
+    function = builder.module.declare_intrinsic(
+        f"llvm.x86.sse.{name}", fnty=ir.FunctionType(ir.VoidType(), [pointer])
+    )
+    builder.call(function, [builder.bitcast(slot, pointer)])
+
+
+def _fpcr(builder, name, *args):
+    result, operands = (ir.VoidType(), [ir.IntType(64)]) if args else (ir.IntType(64), [])
+    function = builder.module.declare_intrinsic(f"llvm.aarch64.{name}.fpcr", fnty=ir.FunctionType(result, operands))
+    return builder.call(function, args)
+
+
+@intrinsic
+def keep_subnormals(typingctx):
+    """Stop this thread from flushing subnormals to zero; returns its former mode for `restore_subnormals`.
+
+    MXCSR on x86-64, FPCR on AArch64; elsewhere it does nothing, and the thread's own mode holds.
+    """
+
+    def generate(context, builder, signature, args):
+        architecture, _ = _machine(context)
+        word = ir.IntType(64)
+        if architecture == "x86_64":
+            slot = builder.alloca(ir.IntType(32))
+            _mxcsr(builder, "stmxcsr", slot)
+            mode = builder.load(slot)
+            builder.store(builder.and_(mode, ir.Constant(mode.type, ~_FTZ_DAZ & 0xFFFFFFFF)), slot)
+            _mxcsr(builder, "ldmxcsr", slot)
+            return builder.zext(mode, word)
+        if architecture in ("aarch64", "arm64"):
+            mode = _fpcr(builder, "get")
+            _fpcr(builder, "set", builder.and_(mode, ir.Constant(word, ~_FZ & (2**64 - 1))))
+            return mode
+        return ir.Constant(word, 0)
+
+    return types.uint64(), generate
+
+
+@intrinsic
+def restore_subnormals(typingctx, mode):
+    """Give the thread back the mode that `keep_subnormals` returned."""
+
+    def generate(context, builder, signature, args):
+        architecture, _ = _machine(context)
+        if architecture == "x86_64":
+            slot = builder.alloca(ir.IntType(32))
+            builder.store(builder.trunc(args[0], ir.IntType(32)), slot)
+            _mxcsr(builder, "ldmxcsr", slot)
+        elif architecture in ("aarch64", "arm64"):
+            _fpcr(builder, "set", args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), generate
+
+
+# -- atomic addition -------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def atomic_add(typingctx, array, index, value):
+    """``array[index] += value`` as one indivisible step; ``index`` must be inside, ``value`` of the array's dtype."""
+    if array.ndim != 1 or array.layout != "C" or value != array.dtype:
+        return None
+
+    def generate(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        builder.atomic_rmw("fadd", builder.gep(data, [args[1]]), args[2], "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(array, types.uint64, value), generate
+
+
+# -- 16-bit floats ---------------------------------------------------------------------------------------------
+
+
+def _bits(source, target):
+    """Make an intrinsic that reads the bits of one number as another type of the same width."""
+
+    @intrinsic
+    def reinterpret(typingctx, x):
+        def generate(context, builder, signature, args):
+            return builder.bitcast(args[0], context.get_value_type(target))
+
+        return (target(source), generate) if x == source else None
+
+    return reinterpret
+
+
+bits_of_float = _bits(types.float32, types.uint32)
+float_of_bits = _bits(types.uint32, types.float32)
+
+
+@register_jitable
+def _half_to_float_integer(h):
+    # Numba computes with integers in 64 bits: np.uint32 on the outside cuts the result back.
+    magnitude = np.uint32(h & 0x7FFF)
+    if magnitude < 0x0400:  # zero and subnormals count in units of 2**-24; the product is exact
+        value = bits_of_float(np.float32(magnitude) * np.float32(2.0**-24))
+    elif magnitude < 0x7C00:
+        value = np.uint32((magnitude << 13) + (112 << 23))
+    else:  # infinities and NaN
+        value = np.uint32((magnitude << 13) + (224 << 23))
+    return float_of_bits(np.uint32(value | ((h & 0x8000) << 16)))
+
+
+@register_jitable
+def _float_to_half_integer(x):
+    bits = bits_of_float(x)
+    u = np.uint32(bits & 0x7FFFFFFF)
+    if u > 0x7F800000:
+        value = np.uint32(0x7E00)  # NaN
+    elif u >= 143 << 23:  # 65536 and above; what lies between 65520 and 65536 rounds up to infinity below
+        value = np.uint32(0x7C00)
+    elif u >= 113 << 23:
+        value = np.uint32((u + 0x0FFF + ((u >> 13) & 1) - (112 << 23)) >> 13)
+    else:  # below 2**-14: adding 0.5 lets the addition itself round at half's last subnormal bit, 2**-24
+        value = np.uint32(bits_of_float(float_of_bits(u) + np.float32(0.5)) - (126 << 23))
+    return np.uint16(value | ((bits >> 16) & 0x8000))
+
+
+def _half_intrinsic(integer_form, signature, generate_hardware):
+    """Convert by hardware where the target has it (F16C, or any AArch64), else by integer arithmetic: same bits.
+
+    Without F16C LLVM would call a library routine that is not there, and the process would die.
+    """
+
+    @intrinsic
+    def convert(typingctx, x):
+        if x != signature.args[0]:
+            return None
+
+        def generate(context, builder, sig, args):
+            architecture, features = _machine(context)
+            if architecture in ("aarch64", "arm64") or (architecture == "x86_64" and "+f16c" in features):
+                return generate_hardware(builder, args[0])
+            return context.compile_internal(builder, integer_form, sig, args)
+
+        return signature, generate
+
+    return convert
+
+
+_half_to_float = _half_intrinsic(
+    lambda h: _half_to_float_integer(h),  # noqa: PLW0108  (compile_internal wants a plain function)
+    types.float32(types.uint16),
+    lambda builder, h: builder.fpext(builder.bitcast(h, ir.HalfType()), ir.FloatType()),
+)
+_float_to_half = _half_intrinsic(
+    lambda x: _float_to_half_integer(x),  # noqa: PLW0108
+    types.uint16(types.float32),
+    lambda builder, x: builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16)),
+)
+
+
+@register_jitable
+def _bfloat_to_float(b):
+    return float_of_bits(np.uint32(np.uint32(b) << 16))
+
+
+@register_jitable
+def _float_to_bfloat(x):
+    u = bits_of_float(x)
+    if (u & 0x7FFFFFFF) > 0x7F800000:  # a NaN must not round to infinity
+        return np.int16((u >> 16) | 0x0040)
+    return np.int16((u + 0x7FFF + ((u >> 16) & 1)) >> 16)
+
+
+def widen(x):
+    """Give a stored value in the accumulation type."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(widen)
+def _widen(x):
+    if x == types.uint16:
+        return lambda x: _half_to_float(x)
+    if x == types.int16:
+        return lambda x: _bfloat_to_float(x)
+    return lambda x: x
+
+
+def narrow(x, out):
+    """Give an accumulated value as ``out`` stores it, rounded once, to nearest even."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(narrow)
+def _narrow(x, out):
+    if out.dtype == types.uint16:
+        return lambda x, out: _float_to_half(x)
+    if out.dtype == types.int16:
+        return lambda x, out: _float_to_bfloat(x)
+    return lambda x, out: x
+
+
+# -- accumulators ----------------------------------------------------------------------------------------------
+
+
+def accumulator(out, scratch):
+    """Where to add up the cells of ``out``: ``out`` itself, or for 16-bit results as much of ``scratch``."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(accumulator)
+def _accumulator(out, scratch):
+    if out.dtype == scratch.dtype:
+        return lambda out, scratch: out
+    return lambda out, scratch: scratch[: out.size]
+
+
+def finish(cells, out):
+    """Round what `accumulator` gave into ``out``; nothing to do where it was ``out`` itself."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(finish)
+def _finish(cells, out):
+    if out.dtype == cells.dtype:
+        return lambda cells, out: None
+
+    def round_into(cells, out):
+        for i in range(out.size):
+            out[i] = narrow(cells[i], out)
+
+    return round_into

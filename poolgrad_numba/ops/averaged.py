@@ -1,0 +1,207 @@
+"""How the averaged map can be run: the candidates of average pooling, in order of preference for each mode."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from poolgrad_numba.kernels import averaged as kernels
+from poolgrad_numba.launch import launch
+from poolgrad_numba.ops.indexed import judge_planes
+from poolgrad_numba.plan import Block, Candidate, Operands, Plan, Verdict
+from poolgrad_numba.problem import Window
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from poolgrad_numba.problem import Problem
+
+Axis = tuple[int, int, int, int, int]
+
+
+def geometry(problem: Problem) -> tuple[Axis, Axis, Axis, int, int]:
+    """What the kernels know of the window: (outputs, cells, kernel, stride, padding) an axis, and the divisor."""
+    window = problem.window
+    if not isinstance(window, Window):
+        raise TypeError("an averaged problem has a window")
+    missing = 3 - problem.signature.spatial
+    kernel = (1,) * missing + window.kernel_size
+    stride = (1,) * missing + window.stride
+    padding = (0,) * missing + window.padding
+    depth, height, width = zip(problem.output_size, problem.input_size, kernel, stride, padding, strict=True)
+    return depth, height, width, int(window.count_include_pad), window.divisor_override or 0
+
+
+def additions(problem: Problem) -> tuple[float, float]:
+    """Additions a cell of the gather and of the spread; 3 stands for the spread's passes over its intermediates."""
+    axes = geometry(problem)[:3]
+    taps = [min(-(-kernel // stride), outputs) for outputs, _, kernel, stride, _ in axes]
+    depth, height = (outputs / cells for outputs, cells, *_ in axes[:2])
+    return math.prod(taps), taps[2] * depth * height + taps[1] * depth + taps[0] + 3
+
+
+def _wide_rows(problem: Problem) -> tuple[int, int]:
+    """Shape of one plane spread along W: (OD*OH, W)."""
+    OD, OH, _ = problem.output_size
+    return OD * OH, problem.input_size[2]
+
+
+def _high_rows(problem: Problem) -> tuple[int, int]:
+    """Shape of one plane spread along W and H: (OD*H, W)."""
+    return problem.output_size[0] * problem.input_size[1], problem.input_size[2]
+
+
+def _term_rows(problem: Problem) -> tuple[int, int]:
+    """Shape of one plane's terms: (OD*OH, OW)."""
+    OD, OH, OW = problem.output_size
+    return OD * OH, OW
+
+
+def _rows(problem: Problem, operands: Operands) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Give ``grad_output`` and the result as planes of rows."""
+    D, H, W = problem.input_size
+    return (
+        operands.grad.reshape(problem.planes, *_term_rows(problem)),
+        operands.out.reshape(problem.planes, D * H, W),
+    )
+
+
+def _rounding_room(problem: Problem, workers: int) -> Block:
+    """Room for a block of sums for each worker; 16-bit results only."""
+    block = 0 if problem.dtype == problem.accumulator else min(kernels.BLOCK, problem.input_size[2])
+    return Block((workers, block), problem.accumulator)
+
+
+def _row_pieces(problem: Problem) -> int:
+    D, H, W = problem.input_size
+    return problem.planes * D * H * -(-W // kernels.BLOCK)
+
+
+class PlaneGather(Candidate):
+    """Whole planes, canonical order."""
+
+    name = "plane_gather"
+    how = "each worker owns whole planes and gathers each cell's terms in canonical order"
+    canonical = True
+
+    def judge(self, problem: Problem) -> Verdict:
+        """Refuse where planes are too few for the threads, or too large for scratch in cache."""
+        return judge_planes(problem, scratch_cells=problem.outputs)
+
+    def pieces(self, problem: Problem) -> int:
+        """Planes."""
+        return problem.planes
+
+    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
+        """A plane of terms for each worker."""
+        return Block((workers, *_term_rows(problem)), problem.accumulator), _rounding_room(problem, workers)
+
+    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
+        """Divide and gather, plane by plane."""
+        rows = _rows(plan.problem, operands)
+        return launch(kernels.plane_gather, plan.workers, *rows, *scratch, geometry(plan.problem))
+
+
+class TileGather(Candidate):
+    """Runs of rows, canonical order."""
+
+    name = "tile_gather"
+    how = "each worker owns a run of input rows and gathers each cell's terms in canonical order"
+    canonical = True
+
+    def judge(self, problem: Problem) -> Verdict:  # noqa: ARG002
+        """Never refuse."""
+        return Verdict(True, "rows split every plane, for one more pass over the terms")
+
+    def pieces(self, problem: Problem) -> int:
+        """Blocks of rows."""
+        return _row_pieces(problem)
+
+    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
+        """All terms."""
+        terms = Block((problem.planes, *_term_rows(problem)), problem.accumulator)
+        return terms, _rounding_room(problem, workers)
+
+    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
+        """Divide everything, then gather."""
+        grad, out = _rows(plan.problem, operands)
+        terms, room = scratch
+        axes = geometry(plan.problem)
+        launch(kernels.divide, plan.workers, grad, terms, axes)
+        return launch(kernels.gather, plan.workers, terms, out, room, axes)
+
+
+def _judge_spread(problem: Problem) -> Verdict:
+    gather, spread = additions(problem)
+    counts = f"{gather:.0f} additions a cell by gathering, {spread:.1f} by spreading"
+    return Verdict(spread < gather, counts)
+
+
+class PlaneSpread(Candidate):
+    """Whole planes, axis by axis."""
+
+    name = "plane_spread"
+    how = "each worker owns whole planes and spreads terms along W, then H, then D, another order of additions"
+    canonical = False
+
+    def judge(self, problem: Problem) -> Verdict:
+        """Refuse where gathering takes no more additions, or planes are too few or too large."""
+        verdict = _judge_spread(problem)
+        cells = math.prod(_wide_rows(problem)) + math.prod(_high_rows(problem))
+        planes = judge_planes(problem, scratch_cells=cells)
+        return Verdict(planes.takes, f"{verdict.why}, {planes.why}") if verdict.takes else verdict
+
+    def pieces(self, problem: Problem) -> int:
+        """Planes."""
+        return problem.planes
+
+    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
+        """A row of terms and a plane spread along W and along H, for each worker."""
+        return _spread_scratch(problem, workers, workers)
+
+    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
+        """Divide and spread, plane by plane."""
+        rows = _rows(plan.problem, operands)
+        return launch(kernels.plane_spread, plan.workers, *rows, *scratch, geometry(plan.problem))
+
+
+class TileSpread(Candidate):
+    """Runs of rows, axis by axis."""
+
+    name = "tile_spread"
+    how = "workers share the rows of each stage: terms are spread along W, then H, then D, another order of additions"
+    canonical = False
+
+    def judge(self, problem: Problem) -> Verdict:
+        """Refuse where gathering takes no more additions."""
+        return _judge_spread(problem)
+
+    def pieces(self, problem: Problem) -> int:
+        """Blocks of rows."""
+        return _row_pieces(problem)
+
+    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
+        """A row of terms for each worker, and all planes spread along W and along H."""
+        return _spread_scratch(problem, workers, problem.planes)
+
+    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
+        """One kernel an axis."""
+        grad, out = _rows(plan.problem, operands)
+        terms, wide, high, room = scratch
+        axes = geometry(plan.problem)
+        launch(kernels.spread_width, plan.workers, grad, terms, wide, axes)
+        launch(kernels.spread_height, plan.workers, wide, high, axes)
+        return launch(kernels.spread_depth, plan.workers, high, out, room, axes)
+
+
+def _spread_scratch(problem: Problem, workers: int, slots: int) -> tuple[Block, ...]:
+    return (
+        Block((workers, problem.output_size[2]), problem.accumulator),
+        Block((slots, *_wide_rows(problem)), problem.accumulator),
+        Block((slots, *_high_rows(problem)), problem.accumulator),
+        _rounding_room(problem, workers),
+    )
+
+
+FAST: Final = (PlaneSpread(), TileSpread(), PlaneGather(), TileGather())
+DETERMINISTIC: Final = (PlaneGather(), TileGather())

@@ -1,0 +1,163 @@
+"""How the indexed map can be run: the candidates of max pooling, in order of preference for each mode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from poolgrad_numba.kernels import indexed as kernels
+from poolgrad_numba.launch import launch
+from poolgrad_numba.plan import Block, Candidate, Operands, Plan, Verdict
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from poolgrad_numba.problem import Problem
+
+# Outputs whose index range is recorded together. Long enough that scanning the ranges costs little beside the
+# outputs, short enough that a range spans few tiles.
+_SEGMENT: Final = 1024
+_SMALLEST_TILE: Final = 4_096
+_LARGEST_TILE: Final = 65_536  # 256 KiB of float32: a tile and what reaches it stay in a 1 MiB L2
+
+
+def _in_place(problem: Problem) -> bool:
+    """Whether sums can be kept in the result itself; 16-bit results need float32 scratch."""
+    return problem.dtype == problem.accumulator
+
+
+def tile_cells(cells: int) -> int:
+    """Cells of a tile: from the plane's size alone, about 32 tiles a plane, whole cache lines."""
+    tile = min(max(-(-cells // 32), _SMALLEST_TILE), _LARGEST_TILE)
+    return -(-tile // 64) * 64
+
+
+class PlaneScatter(Candidate):
+    """Whole planes."""
+
+    name = "plane_scatter"
+    how = "each worker owns whole planes and adds their outputs in ascending order"
+    canonical = True
+
+    def judge(self, problem: Problem) -> Verdict:
+        """Refuse where planes are too few for the threads, or too large for scratch in cache."""
+        return judge_planes(problem, scratch_cells=0 if _in_place(problem) else problem.cells)
+
+    def pieces(self, problem: Problem) -> int:
+        """Planes."""
+        return problem.planes
+
+    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
+        """A plane of float32 for each worker, for 16-bit results."""
+        return (Block((workers, 0 if _in_place(problem) else problem.cells), problem.accumulator),)
+
+    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
+        """Check, zero and add in one kernel."""
+        return launch(kernels.plane_scatter, plan.workers, *operands, scratch[0])
+
+
+class TileReduce(Candidate):
+    """Runs of cells inside a plane."""
+
+    name = "tile_reduce"
+    how = "each worker owns tiles of input cells and adds the outputs that reach them in ascending order"
+    canonical = True
+
+    def judge(self, problem: Problem) -> Verdict:
+        """Never refuse."""
+        tile = tile_cells(problem.cells)
+        return Verdict(True, f"tiles of {tile} cells split every plane, for one more pass over the indices")
+
+    def pieces(self, problem: Problem) -> int:
+        """Tiles of all planes."""
+        return problem.planes * -(-problem.cells // tile_cells(problem.cells))
+
+    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
+        """Lowest and highest index of each segment, visits and a tile of float32 for each worker."""
+        segments = (problem.planes, -(-problem.outputs // _SEGMENT))
+        tile = 0 if _in_place(problem) else tile_cells(problem.cells)
+        int64 = np.dtype(np.int64)
+        return (
+            Block(segments, int64),
+            Block(segments, int64),
+            Block((workers,), int64),
+            Block((workers, tile), problem.accumulator),
+        )
+
+    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
+        """Check and record index ranges, then fill the tiles."""
+        problem, (low, high, visits, room) = plan.problem, scratch
+        tile = tile_cells(problem.cells)
+        ranges = (operands.indices, problem.cells, _SEGMENT, tile, low, high, visits)
+        bad = launch(kernels.segment_ranges, plan.workers, *ranges)
+        if bad:
+            return bad
+        # Indices that no forward pass makes can reach every tile from every segment. Where looking at each output
+        # once a tile costs more than once a worker, a tile a worker is the better split; the bits are the same.
+        if _in_place(problem) and int(visits.sum()) > plan.workers * problem.planes * problem.outputs:
+            tile = max(tile, -(-problem.cells // plan.workers))
+        return launch(kernels.tile_reduce, plan.workers, *operands, _SEGMENT, tile, low, high, room)
+
+
+class AtomicScatter(Candidate):
+    """Outputs, wherever they point."""
+
+    name = "atomic_scatter"
+    how = "workers share the outputs and add them with atomic additions, in whatever order they come"
+    canonical = False
+
+    def judge(self, problem: Problem) -> Verdict:
+        """Take sparse outputs: an atomic addition costs some 5 ns, a second pass over the indices much less."""
+        share = problem.cells // max(problem.outputs, 1)
+        if share < _SPARSE:
+            return Verdict(
+                False,
+                f"one output for every {share} cells, and atomic additions pay from {_SPARSE} on",
+            )
+        return Verdict(True, f"one output for every {share} cells, so that zeroing is nearly all of the work")
+
+    def pieces(self, problem: Problem) -> int:
+        """Cells, of which the zeroing is split; or outputs."""
+        return problem.planes * problem.cells
+
+    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:  # noqa: ARG002
+        """All cells in float32, for 16-bit results."""
+        return (Block((problem.planes, 0 if _in_place(problem) else problem.cells), problem.accumulator),)
+
+    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
+        """Zero, add, and round 16-bit results."""
+        grad, indices, out = operands
+        acc = out if _in_place(plan.problem) else scratch[0]
+        launch(kernels.fill_zero, plan.workers, acc.reshape(-1))
+        bad = launch(kernels.atomic_scatter, plan.workers, grad, indices, acc) if grad.size else 0
+        if acc is not out:
+            launch(kernels.round_cells, plan.workers, acc.reshape(-1), out.reshape(-1))
+        return bad
+
+
+_SPARSE: Final = 16
+_LARGEST_SCRATCH: Final = 262_144  # 1 MiB of float32 a worker: beyond it, the scratch of a plane leaves L2
+
+
+def judge_planes(problem: Problem, scratch_cells: int) -> Verdict:
+    """Judge a split by whole planes: refuse where it leaves threads idle or needs scratch beyond the cache."""
+    planes, threads = problem.planes, problem.num_threads
+    if scratch_cells > _LARGEST_SCRATCH:
+        return Verdict(False, f"{scratch_cells} cells of float32 scratch a worker would leave the cache")
+    if threads == 1:
+        return Verdict(True, "one thread needs no finer split")
+    if planes * (problem.cells + problem.outputs) <= _TOO_SMALL_TO_SPLIT:
+        return Verdict(True, "the whole is too small to be worth a finer split")
+    rounds = -(-planes // threads)
+    busy = planes / (rounds * threads)
+    if busy < _BUSY:
+        return Verdict(False, f"{planes} planes on {threads} threads keep them only {busy:.0%} busy")
+    return Verdict(True, f"{planes} planes keep {threads} threads {busy:.0%} busy")
+
+
+_BUSY: Final = 0.75
+_TOO_SMALL_TO_SPLIT: Final = 32_768
+
+FAST: Final = (PlaneScatter(), AtomicScatter(), TileReduce())
+DETERMINISTIC: Final = (PlaneScatter(), TileReduce())
