@@ -1,8 +1,8 @@
 """The averaged map: ``out[window(o)] += grad[o] / divisor(o)``, for average pooling of any rank.
 
 ``grad`` is (planes, OD*OH, OW) and ``out`` (planes, D*H, W): rows along the last axis. An axis is the tuple
-(outputs, cells, kernel, stride, padding); geometry is (depth axis, height axis, width axis, count_include_pad,
-divisor_override or 0). A block is at most `BLOCK` cells of one row: what is split over workers, and what fits in L1.
+(outputs, cells, kernel, stride, padding); geometry is (depth axis, height axis, width axis, (count_include_pad,
+divisor_override or 0)), and comes in as the flat array ``numbers`` of these 17. A block is at most `BLOCK` cells of one row: what is split over workers, and what fits in L1.
 
 A term is ``grad[o] / divisor(o)``, computed once. The gather adds a cell's terms in canonical order, ascending in the
 flat output index; the spread adds them axis by axis: kw + kh + kd additions a cell in place of kw * kh * kd.
@@ -21,6 +21,18 @@ BLOCK = 4096
 def blocks(length):
     """Blocks in a row of ``length`` cells."""
     return (length + BLOCK - 1) // BLOCK
+
+
+@helper
+def unpack(numbers):
+    """Give the geometry as tuples; an array is the only form in which prange takes it."""
+    n = numbers
+    return (
+        (n[0], n[1], n[2], n[3], n[4]),
+        (n[5], n[6], n[7], n[8], n[9]),
+        (n[10], n[11], n[12], n[13], n[14]),
+        (n[15], n[16]),
+    )
 
 
 @helper
@@ -50,7 +62,7 @@ def divide_part(grad, terms, divisor):
 @helper
 def divide_block(grad, terms, row, b, geometry):
     """terms[o] = grad[o] / divisor(o) over block ``b`` of output row ``row`` of a plane."""
-    depth, height, width, include_pad, override = geometry
+    depth, height, width, (include_pad, override) = geometry
     OW, W, kw, sw, pw = width
     start, stop = b * BLOCK, min((b + 1) * BLOCK, OW)
     if override != 0:
@@ -118,7 +130,7 @@ def divide_rows(grad, terms, first, last, geometry):
 @helper
 def gather_rows(terms, out, scratch, first, last, geometry):
     """Fill blocks [first, last) of one plane's input rows from its terms (OD*OH, OW), in canonical order."""
-    depth, height, width, _, _ = geometry
+    depth, height, width, _ = geometry
     OH, H, W = height[0], height[1], width[1]
     n = blocks(W)
     for item in range(first, last):
@@ -157,7 +169,7 @@ def widen_rows(grad, terms, wide, first, last, geometry):
 @helper
 def heighten_rows(wide, high, first, last, geometry):
     """Spread along H: fill blocks [first, last) of ``high`` (OD*H, W) from ``wide`` (OD*OH, W)."""
-    height, width = geometry[1], geometry[2]
+    _, height, width, _ = geometry
     OH, H, W = height[0], height[1], width[1]
     n = blocks(W)
     for item in range(first, last):
@@ -173,7 +185,7 @@ def heighten_rows(wide, high, first, last, geometry):
 @helper
 def deepen_rows(high, out, scratch, first, last, geometry):
     """Spread along D: fill blocks [first, last) of one plane's input rows from ``high`` (OD*H, W)."""
-    depth, height, width = geometry[0], geometry[1], geometry[2]
+    depth, height, width, _ = geometry
     H, W = height[1], width[1]
     n = blocks(W)
     for item in range(first, last):
@@ -192,8 +204,9 @@ def deepen_rows(high, out, scratch, first, last, geometry):
 
 
 @kernel
-def plane_gather(worker, workers, grad, out, terms, scratch, geometry):
+def plane_gather(worker, workers, grad, out, terms, scratch, numbers):
     """Each plane is owned by one worker, which divides once and gathers. terms: (workers, OD*OH, OW)."""
+    geometry = unpack(numbers)
     first, last = share(worker, workers, grad.shape[0])
     for p in range(first, last):
         divide_rows(grad[p], terms[worker], 0, grad.shape[1] * blocks(grad.shape[2]), geometry)
@@ -202,8 +215,9 @@ def plane_gather(worker, workers, grad, out, terms, scratch, geometry):
 
 
 @kernel
-def plane_spread(worker, workers, grad, out, terms, wide, high, scratch, geometry):
+def plane_spread(worker, workers, grad, out, terms, wide, high, scratch, numbers):
     """Each plane is owned by one worker, which spreads along W, H and D. wide, high: one plane a worker."""
+    geometry = unpack(numbers)
     n = blocks(out.shape[2])
     first, last = share(worker, workers, grad.shape[0])
     for p in range(first, last):
@@ -223,8 +237,9 @@ def part(p, first, last, items):
 
 
 @kernel
-def divide(worker, workers, grad, terms, geometry):
+def divide(worker, workers, grad, terms, numbers):
     """First stage of the gather inside planes: each worker owns a run of the term rows (planes, OD*OH, OW)."""
+    geometry = unpack(numbers)
     items = grad.shape[1] * blocks(grad.shape[2])
     first, last = share(worker, workers, grad.shape[0] * items)
     for p in range(first // items, (last + items - 1) // items):
@@ -234,8 +249,9 @@ def divide(worker, workers, grad, terms, geometry):
 
 
 @kernel
-def gather(worker, workers, terms, out, scratch, geometry):
+def gather(worker, workers, terms, out, scratch, numbers):
     """Second stage: each worker owns a run of input rows and gathers them in canonical order."""
+    geometry = unpack(numbers)
     items = out.shape[1] * blocks(out.shape[2])
     first, last = share(worker, workers, out.shape[0] * items)
     for p in range(first // items, (last + items - 1) // items):
@@ -245,8 +261,9 @@ def gather(worker, workers, terms, out, scratch, geometry):
 
 
 @kernel
-def spread_width(worker, workers, grad, terms, wide, geometry):
+def spread_width(worker, workers, grad, terms, wide, numbers):
     """First stage of the spread inside planes: each worker owns a run of the rows of ``wide`` (planes, OD*OH, W)."""
+    geometry = unpack(numbers)
     items = wide.shape[1] * blocks(wide.shape[2])
     first, last = share(worker, workers, wide.shape[0] * items)
     for p in range(first // items, (last + items - 1) // items):
@@ -256,8 +273,9 @@ def spread_width(worker, workers, grad, terms, wide, geometry):
 
 
 @kernel
-def spread_height(worker, workers, wide, high, geometry):
+def spread_height(worker, workers, wide, high, numbers):
     """Second stage: each worker owns a run of the rows of ``high`` (planes, OD*H, W)."""
+    geometry = unpack(numbers)
     items = high.shape[1] * blocks(high.shape[2])
     first, last = share(worker, workers, high.shape[0] * items)
     for p in range(first // items, (last + items - 1) // items):
@@ -267,8 +285,9 @@ def spread_height(worker, workers, wide, high, geometry):
 
 
 @kernel
-def spread_depth(worker, workers, high, out, scratch, geometry):
+def spread_depth(worker, workers, high, out, scratch, numbers):
     """Third stage: each worker owns a run of input rows."""
+    geometry = unpack(numbers)
     items = out.shape[1] * blocks(out.shape[2])
     first, last = share(worker, workers, out.shape[0] * items)
     for p in range(first // items, (last + items - 1) // items):

@@ -5,38 +5,49 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from poolgrad_numba.kernels import averaged as kernels
 from poolgrad_numba.launch import launch
 from poolgrad_numba.ops.indexed import judge_planes
 from poolgrad_numba.plan import Block, Candidate, Operands, Plan, Verdict
-from poolgrad_numba.problem import Window
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from poolgrad_numba.problem import Problem
+    from poolgrad_numba.problem import Problem, Window
 
 Axis = tuple[int, int, int, int, int]
 
 
-def geometry(problem: Problem) -> tuple[Axis, Axis, Axis, int, int]:
-    """What the kernels know of the window: (outputs, cells, kernel, stride, padding) an axis, and the divisor."""
-    window = problem.window
-    if not isinstance(window, Window):
-        raise TypeError("an averaged problem has a window")
+def _window(problem: Problem) -> Window:
+    if problem.window is None:
+        raise TypeError(f"{problem.signature.name} has no window")
+    return problem.window
+
+
+def axes(problem: Problem) -> tuple[Axis, Axis, Axis]:
+    """(outputs, cells, kernel, stride, padding) of the depth, height and width axis."""
+    window = _window(problem)
     missing = 3 - problem.signature.spatial
     kernel = (1,) * missing + window.kernel_size
     stride = (1,) * missing + window.stride
     padding = (0,) * missing + window.padding
     depth, height, width = zip(problem.output_size, problem.input_size, kernel, stride, padding, strict=True)
-    return depth, height, width, int(window.count_include_pad), window.divisor_override or 0
+    return depth, height, width
+
+
+def geometry(problem: Problem) -> NDArray[np.int64]:
+    """What the kernels know of the window: the three axes, and how to divide."""
+    window = _window(problem)
+    divide = (window.count_include_pad, window.divisor_override or 0)
+    return np.array([*(number for axis in axes(problem) for number in axis), *divide], np.int64)
 
 
 def additions(problem: Problem) -> tuple[float, float]:
     """Additions a cell of the gather and of the spread; 3 stands for the spread's passes over its intermediates."""
-    axes = geometry(problem)[:3]
-    taps = [min(-(-kernel // stride), outputs) for outputs, _, kernel, stride, _ in axes]
-    depth, height = (outputs / cells for outputs, cells, *_ in axes[:2])
+    taps = [min(-(-kernel // stride), outputs) for outputs, _, kernel, stride, _ in axes(problem)]
+    depth, height = (outputs / cells for outputs, cells, *_ in axes(problem)[:2])
     return math.prod(taps), taps[2] * depth * height + taps[1] * depth + taps[0] + 3
 
 
@@ -126,9 +137,9 @@ class TileGather(Candidate):
         """Divide everything, then gather."""
         grad, out = _rows(plan.problem, operands)
         terms, room = scratch
-        axes = geometry(plan.problem)
-        launch(kernels.divide, plan.workers, grad, terms, axes)
-        return launch(kernels.gather, plan.workers, terms, out, room, axes)
+        numbers = geometry(plan.problem)
+        launch(kernels.divide, plan.workers, grad, terms, numbers)
+        return launch(kernels.gather, plan.workers, terms, out, room, numbers)
 
 
 def _judge_spread(problem: Problem) -> Verdict:
@@ -188,10 +199,10 @@ class TileSpread(Candidate):
         """One kernel an axis."""
         grad, out = _rows(plan.problem, operands)
         terms, wide, high, room = scratch
-        axes = geometry(plan.problem)
-        launch(kernels.spread_width, plan.workers, grad, terms, wide, axes)
-        launch(kernels.spread_height, plan.workers, wide, high, axes)
-        return launch(kernels.spread_depth, plan.workers, high, out, room, axes)
+        numbers = geometry(plan.problem)
+        launch(kernels.spread_width, plan.workers, grad, terms, wide, numbers)
+        launch(kernels.spread_height, plan.workers, wide, high, numbers)
+        return launch(kernels.spread_depth, plan.workers, high, out, room, numbers)
 
 
 def _spread_scratch(problem: Problem, workers: int, slots: int) -> tuple[Block, ...]:
