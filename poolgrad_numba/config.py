@@ -58,7 +58,7 @@ class _Settings:
             below.num_threads if self.num_threads is None else self.num_threads,
         )
 
-    def changed(self, deterministic: Any, num_threads: Any) -> _Settings:  # noqa: ANN401  (validated here)
+    def changed(self, deterministic: Any, num_threads: Any) -> _Settings:
         return _Settings(
             self.deterministic if deterministic is ... else _checked_mode(deterministic),
             self.num_threads if num_threads is ... else _checked_threads(num_threads),
@@ -67,16 +67,17 @@ class _Settings:
 
 _process = _Settings()
 _process_lock = threading.Lock()
-_context: ContextVar[_Settings] = ContextVar("poolgrad_numba_settings", default=_Settings())
+_UNSET: Final = _Settings()
+_context: ContextVar[_Settings] = ContextVar("poolgrad_numba_settings", default=_UNSET)
 
 
-def _checked_mode(value: Any) -> bool | None:  # noqa: ANN401
+def _checked_mode(value: Any) -> bool | None:
     if value is None or isinstance(value, bool | np.bool_):
         return None if value is None else bool(value)
     raise PoolGradTypeError(f"deterministic: got {value!r}, wanted True, False or None")
 
 
-def _checked_threads(value: Any) -> int | None:  # noqa: ANN401
+def _checked_threads(value: Any) -> int | None:
     if value is None:
         return None
     try:
@@ -104,17 +105,19 @@ def _environment() -> _Settings:
     return _Settings(None if mode is None else mode == "1", None if threads is None else int(threads))
 
 
-def resolve(deterministic: Any = None, num_threads: Any = None) -> Config:  # noqa: ANN401
+def most_threads() -> int:
+    """Threads that Numba was set up with, by default one a core."""
+    return int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+
+
+def resolve(deterministic: Any = None, num_threads: Any = None) -> Config:
     """Give the settings for one call, its own arguments first. A thread count above the machine's is clamped."""
     call = _Settings(_checked_mode(deterministic), _checked_threads(num_threads))
     settled = call.over(_context.get()).over(_process)
     if settled.deterministic is None or settled.num_threads is None:
         settled = settled.over(_environment())
-    if settled.num_threads is None:
-        threads = numba.get_num_threads()
-    else:
-        threads = min(settled.num_threads, numba.config.NUMBA_NUM_THREADS)
-    return Config(bool(settled.deterministic), threads)
+    wanted = numba.get_num_threads() if settled.num_threads is None else settled.num_threads
+    return Config(bool(settled.deterministic), min(wanted, most_threads()))
 
 
 def get_config() -> Config:

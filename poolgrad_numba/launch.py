@@ -30,7 +30,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def launch(kernel: Kernel, workers: int, *arrays: Any) -> int:  # noqa: ANN401
+def launch(kernel: Kernel, workers: int, *arrays: Any) -> int:
     """Run a kernel with that many workers, each on a thread of its own where threads may be used.
 
     Returns the sum of what the workers return. Numba's thread limit is the same afterwards as before.
@@ -39,7 +39,7 @@ def launch(kernel: Kernel, workers: int, *arrays: Any) -> int:  # noqa: ANN401
         return int(kernel.serial(workers, *arrays))
     previous = numba.get_num_threads()
     with _layer_lock():
-        numba.set_num_threads(min(workers, numba.config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(workers)
         try:
             return int(kernel.parallel(workers, *arrays))
         finally:

@@ -156,9 +156,7 @@ class Plan:
         """Bytes of scratch that a run needs beyond C-contiguous inputs and ``out``."""
         return _buffer_size(self.blocks)
 
-    def workspace_size_for(
-        self, grad_output: Any, indices: Any = None, out: NDArray[Any] | None = None  # noqa: ANN401
-    ) -> int:
+    def workspace_size_for(self, grad_output: Any, indices: Any = None, out: NDArray[Any] | None = None) -> int:
         """Bytes of scratch for a run with these very arrays.
 
         More than ``workspace_size`` where one of them is not C-contiguous, aligned and in native byte order: it
@@ -169,11 +167,11 @@ class Plan:
 
     def run(
         self,
-        grad_output: Any,  # noqa: ANN401
-        indices: Any = None,  # noqa: ANN401
+        grad_output: Any,
+        indices: Any = None,
         *,
         out: NDArray[Any] | None = None,
-        workspace: Any = None,  # noqa: ANN401
+        workspace: Any = None,
     ) -> NDArray[Any]:
         """Compute ``grad_input``.
 
@@ -220,8 +218,7 @@ class Plan:
         lines = [
             f"{problem.signature.name}, {mode} mode, at most {_count(problem.num_threads, 'thread')}",
             f"  {problem.dtype.name} grad_output {problem.output_shape} -> grad_input {problem.input_shape}",
-            f"  {_count(problem.planes, 'plane')} of {_count(problem.cells, 'cell')} and "
-            f"{_count(problem.outputs, 'output')}",
+            f"  {_count(problem.planes, 'plane')} of {_count(problem.cells, 'cell')}, {problem.outputs} outputs each",
         ]
         for name, verdict in self.verdicts:
             mark = "runs" if name == self.algorithm else ("could run" if verdict.takes else "refused")
@@ -231,7 +228,7 @@ class Plan:
         lines.append(f"  {_count(self.workers, 'worker')}, {_count(self.workspace_size, 'byte')} of workspace")
         return "\n".join(lines)
 
-    def _checked(self, grad_output: Any, indices: Any) -> tuple[NDArray[Any], NDArray[Any] | None]:  # noqa: ANN401
+    def _checked(self, grad_output: Any, indices: Any) -> tuple[NDArray[Any], NDArray[Any] | None]:
         grad = as_array("grad_output", grad_output)
         index = None if indices is None else as_array("indices", indices)
         check_operands(self.problem, grad, index)
@@ -295,7 +292,7 @@ def _buffer_size(blocks: tuple[Block, ...]) -> int:
     return size + _ALIGNMENT - 1 if size else 0  # the caller's buffer may start anywhere
 
 
-def _workspace(workspace: Any, size: int, others: tuple[NDArray[Any], ...]) -> NDArray[np.uint8]:  # noqa: ANN401
+def _workspace(workspace: Any, size: int, others: tuple[NDArray[Any], ...]) -> NDArray[np.uint8]:
     """Check the caller's scratch, or allocate it."""
     if workspace is None:
         return np.empty(size, np.uint8)
@@ -334,16 +331,16 @@ def _candidate(problem: Problem, name: str) -> Candidate:
     return next(candidate for candidate in candidates if candidate.name == name)
 
 
-def make_plan(  # noqa: PLR0913
+def make_plan(
     operator: str,
     *,
-    input_shape: Any,  # noqa: ANN401
+    input_shape: Any,
     dtype: DTypeLike = np.float32,
     index_dtype: DTypeLike = np.int64,
     algorithm: str | None = None,
     deterministic: bool | None = None,
     num_threads: int | None = None,
-    **parameters: Any,  # noqa: ANN401
+    **parameters: Any,
 ) -> Plan:
     """Check the arguments of an operator once, and plan runs of it.
 
@@ -393,11 +390,11 @@ def make_plan(  # noqa: PLR0913
     return _plan(problem, algorithm)
 
 
-def apply(  # noqa: PLR0913
+def apply(
     operator: Operator,
-    grad_output: Any,  # noqa: ANN401
-    indices: Any,  # noqa: ANN401
-    input_shape: Any,  # noqa: ANN401
+    grad_output: Any,
+    indices: Any,
+    input_shape: Any,
     parameters: Mapping[str, Any],
     out: NDArray[Any] | None,
     settings: tuple[bool | None, int | None],

@@ -140,7 +140,7 @@ class Problem:
 # -- parameters --------------------------------------------------------------------------------------------------
 
 
-def _integer(name: str, value: Any) -> int:  # noqa: ANN401
+def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool | np.bool_):
         raise PoolGradTypeError(f"{name}: got {value!r}, wanted an integer")
     try:
@@ -149,7 +149,7 @@ def _integer(name: str, value: Any) -> int:  # noqa: ANN401
         raise PoolGradTypeError(f"{name}: got {value!r}, wanted an integer") from None
 
 
-def _per_axis(name: str, value: Any, axes: int, least: int) -> Shape:  # noqa: ANN401
+def _per_axis(name: str, value: Any, axes: int, least: int) -> Shape:
     """Give an int, or a sequence of 1 or ``axes`` ints, as one int per axis."""
     if value is None:
         raise PoolGradTypeError(f"{name}: got None, wanted an integer or {axes} of them", status=PARAM_NULLPTR)
@@ -170,13 +170,13 @@ def _per_axis(name: str, value: Any, axes: int, least: int) -> Shape:  # noqa: A
     return numbers if len(numbers) == axes else numbers * axes
 
 
-def _flag(name: str, value: Any) -> bool:  # noqa: ANN401
+def _flag(name: str, value: Any) -> bool:
     if isinstance(value, bool | np.bool_):
         return bool(value)
     raise PoolGradTypeError(f"{name}: got {value!r}, wanted True or False")
 
 
-def _is_unset(stride: Any) -> bool:  # noqa: ANN401
+def _is_unset(stride: Any) -> bool:
     return stride is None or (hasattr(stride, "__len__") and np.ndim(stride) == 1 and len(stride) == 0)
 
 
@@ -222,7 +222,7 @@ def _layout(spatial: int) -> str:
     return f"(N, C, {', '.join('DHW'[-spatial:])}) or (C, {', '.join('DHW'[-spatial:])})"
 
 
-def _input_shape(signature: Signature, value: Any) -> Shape:  # noqa: ANN401
+def _input_shape(signature: Signature, value: Any) -> Shape:
     if value is None:
         raise PoolGradTypeError("input_shape: got None, wanted a sequence of integers", status=PARAM_NULLPTR)
     try:
@@ -290,7 +290,7 @@ def _check_operand_shapes(
 # -- dtypes ------------------------------------------------------------------------------------------------------
 
 
-def _check_dtype(name: str, dtype: Any, allowed: tuple[np.dtype[Any], ...]) -> np.dtype[Any]:  # noqa: ANN401
+def _check_dtype(name: str, dtype: Any, allowed: tuple[np.dtype[Any], ...]) -> np.dtype[Any]:
     try:
         native = np.dtype(dtype).newbyteorder("=")
     except TypeError:
@@ -302,7 +302,7 @@ def _check_dtype(name: str, dtype: Any, allowed: tuple[np.dtype[Any], ...]) -> n
     raise PoolGradTypeError(f"{name}: got dtype {dtype}, wanted one of {wanted}")
 
 
-def as_array(name: str, value: Any) -> NDArray[Any]:  # noqa: ANN401
+def as_array(name: str, value: Any) -> NDArray[Any]:
     """Give an operand as an array, without a copy where it is one."""
     if value is None:
         raise PoolGradTypeError(f"{name}: got None, wanted an array", status=PARAM_NULLPTR)
@@ -317,7 +317,7 @@ def as_array(name: str, value: Any) -> NDArray[Any]:  # noqa: ANN401
 
 def describe(
     signature: Signature,
-    input_shape: Any,  # noqa: ANN401
+    input_shape: Any,
     parameters: Mapping[str, Any],
     dtypes: tuple[Any, Any],
     settings: tuple[Any, Any],
@@ -383,12 +383,12 @@ def share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
     if not np.may_share_memory(a, b):
         return False
     try:
-        return np.shares_memory(a, b, max_work=10_000)
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]  # the stub knows -1 and 0 only
     except np.exceptions.TooHardError:
         return True
 
 
-def check_out(problem: Problem, out: Any, operands: tuple[NDArray[Any], ...]) -> None:  # noqa: ANN401
+def check_out(problem: Problem, out: Any, operands: tuple[NDArray[Any], ...]) -> None:
     """Check an ``out`` that the caller gave."""
     if not isinstance(out, np.ndarray):
         raise PoolGradTypeError(f"out: got {type(out).__name__}, wanted a NumPy array")

@@ -3,6 +3,7 @@
 No ``fastmath`` anywhere: both modes need NaN and infinities, one needs the order of additions.
 """
 
+import contextlib
 import hashlib
 import warnings
 from dataclasses import dataclass
@@ -59,10 +60,9 @@ def kernel(body):
 
 def _cached(drive, *, parallel):
     dispatcher = njit(parallel=parallel, **_OPTIONS)(drive)
-    try:
+    # Nowhere to write (a read-only install without a home): compiled anew in each process.
+    with contextlib.suppress(RuntimeError, OSError):
         dispatcher._cache = _KernelCache(drive, parallel)
-    except (RuntimeError, OSError):
-        pass  # nowhere to write (read-only install without a home): compiled anew in each process
     return dispatcher
 
 

@@ -2,13 +2,12 @@
 
 ``grad`` is (planes, OD*OH, OW) and ``out`` (planes, D*H, W): rows along the last axis. An axis is the tuple
 (outputs, cells, kernel, stride, padding); geometry is (depth axis, height axis, width axis, (count_include_pad,
-divisor_override or 0)), and comes in as the flat array ``numbers`` of these 17. A block is at most `BLOCK` cells of one row: what is split over workers, and what fits in L1.
+divisor_override or 0)), and comes in as the flat array ``numbers`` of these 17. A block is at most `BLOCK` cells of
+one row: what is split over workers, and what fits in L1.
 
 A term is ``grad[o] / divisor(o)``, computed once. The gather adds a cell's terms in canonical order, ascending in the
 flat output index; the spread adds them axis by axis: kw + kh + kd additions a cell in place of kw * kh * kd.
 """
-
-import numpy as np
 
 from poolgrad_numba.kernels._jit import helper, kernel
 from poolgrad_numba.kernels.indexed import share
@@ -38,22 +37,23 @@ def unpack(numbers):
 @helper
 def covering(i, axis):
     """First and past-the-last output whose window holds cell ``i`` of an axis; empty where strides leave gaps."""
-    O, _, k, s, p = axis
+    outputs, _, k, s, p = axis
     first = max(i + p - k + s, 0) // s
-    return first, min((i + p) // s + 1, O)
+    return first, min((i + p) // s + 1, outputs)
 
 
 @helper
 def extent(o, axis, include_pad):
     """Cells of window ``o`` of an axis that count in the divisor: with padding, but never the ceil_mode overhang."""
-    _, I, k, s, p = axis
+    _, size, k, s, p = axis
     start = o * s - p
-    end = min(start + k, I + p)
-    return end - start if include_pad else min(end, I) - max(start, 0)
+    end = min(start + k, size + p)
+    return end - start if include_pad else min(end, size) - max(start, 0)
 
 
 @helper
 def divide_part(grad, terms, divisor):
+    """Fill ``terms`` with grad / divisor, in the accumulation type: a division, not a product with a reciprocal."""
     divisor = terms.dtype.type(divisor)
     for i in range(grad.size):
         terms[i] = widen(grad[i]) / divisor
@@ -84,6 +84,7 @@ def divide_block(grad, terms, row, b, geometry):
 
 @helper
 def add_part(source, target):
+    """Add ``source`` to ``target``, cell by cell."""
     for i in range(target.size):
         target[i] += source[i]
 
@@ -113,7 +114,7 @@ def add_windows(terms, cells, base, width):
         if sw == 1:
             add_part(source, cells[start : start + source.size])
         else:
-            target = cells[start :: sw]
+            target = cells[start::sw]
             for i in range(source.size):
                 target[i] += source[i]
 

@@ -74,21 +74,19 @@ def tile_reduce(worker, workers, grad, index, out, segment, tile, low, high, scr
 
     Segments whose index range misses the tile are skipped. scratch: (workers, tile) or (workers, 0).
     """
-    planes, outputs = grad.shape
-    cells, segments = out.shape[1], low.shape[1]
+    planes, cells = out.shape
     tiles = (cells + tile - 1) // tile
     first, last = share(worker, workers, planes * tiles)
     for t in range(first, last):
         p, base = t // tiles, t % tiles * tile
         end = min(base + tile, cells)
-        target = out[p, base:end]
+        target, lows, highs = out[p, base:end], low[p], high[p]
         acc = accumulator(target, scratch[worker])
         acc[:] = 0
         inside = np.uint64(end - base)
-        for s in range(segments):
-            if low[p, s] < end and high[p, s] >= base:
-                start = s * segment
-                g, ix = grad[p, start : start + segment], index[p, start : start + segment]
+        for s in range(lows.size):
+            if lows[s] < end and highs[s] >= base:
+                g, ix = grad[p, s * segment : (s + 1) * segment], index[p, s * segment : (s + 1) * segment]
                 for o in range(ix.size):
                     i = np.uint64(np.int64(ix[o]) - base)
                     if i < inside:
@@ -107,7 +105,7 @@ def fill_zero(worker, workers, cells):
 
 @kernel
 def atomic_scatter(worker, workers, grad, index, acc):
-    """Outputs are shared out over workers, which add into the zeroed ``acc`` (planes, cells) atomically, in any order."""
+    """Outputs are shared out over workers, which add atomically into the zeroed ``acc`` (planes, cells)."""
     planes, outputs = grad.shape
     cells = np.uint64(acc.shape[1])
     bad = 0

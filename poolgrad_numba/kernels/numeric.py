@@ -23,9 +23,7 @@ def _machine(context):
 
 def _mxcsr(builder, name, slot):
     pointer = ir.IntType(8).as_pointer()
-    function = builder.module.declare_intrinsic(
-        f"llvm.x86.sse.{name}", fnty=ir.FunctionType(ir.VoidType(), [pointer])
-    )
+    function = builder.module.declare_intrinsic(f"llvm.x86.sse.{name}", fnty=ir.FunctionType(ir.VoidType(), [pointer]))
     builder.call(function, [builder.bitcast(slot, pointer)])
 
 
@@ -166,12 +164,12 @@ def _half_intrinsic(integer_form, signature, generate_hardware):
 
 
 _half_to_float = _half_intrinsic(
-    lambda h: _half_to_float_integer(h),  # noqa: PLW0108  (compile_internal wants a plain function)
+    lambda h: _half_to_float_integer(h),  # compile_internal wants a plain function
     types.float32(types.uint16),
     lambda builder, h: builder.fpext(builder.bitcast(h, ir.HalfType()), ir.FloatType()),
 )
 _float_to_half = _half_intrinsic(
-    lambda x: _float_to_half_integer(x),  # noqa: PLW0108
+    lambda x: _float_to_half_integer(x),
     types.uint16(types.float32),
     lambda builder, x: builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16)),
 )

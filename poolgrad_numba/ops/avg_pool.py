@@ -28,7 +28,7 @@ _AVG_POOL3D = register(
 )
 
 
-def avg_pool3d_backward(  # noqa: PLR0913
+def avg_pool3d_backward(
     grad_output: ArrayLike,
     input_shape: Sequence[int],
     kernel_size: int | Sequence[int],

@@ -15,11 +15,20 @@ if TYPE_CHECKING:
 
     from poolgrad_numba.problem import Problem
 
-# Outputs whose index range is recorded together. Long enough that scanning the ranges costs little beside the
-# outputs, short enough that a range spans few tiles.
-_SEGMENT: Final = 1024
+# Measured on one 4096 x 4096 plane, k3 s1: tiles of 65,536 cells cost 1.2 times what tiles of 131,072 do, since the
+# outputs at their edges are looked at twice. 131,072 cells of float32 scratch are half of a 1 MiB L2.
 _SMALLEST_TILE: Final = 4_096
-_LARGEST_TILE: Final = 65_536  # 256 KiB of float32: a tile and what reaches it stay in a 1 MiB L2
+_LARGEST_TILE: Final = 131_072
+# Outputs whose index range is recorded together: at most about 4096 segments a plane, since every tile scans them all.
+_SMALLEST_SEGMENT: Final = 128
+_LARGEST_SEGMENT: Final = 16_384
+# An atomic addition costs some 5 ns. At one output for 256 cells tiles were 1.4 times as fast, at one for 4096 atomic
+# additions were 1.2 times as fast: they read the indices once.
+_SPARSE: Final = 1_024
+# Limits of a split by whole planes.
+_LARGEST_SCRATCH: Final = 262_144  # 1 MiB of float32 a worker: beyond it, the scratch of a plane leaves L2
+_TOO_SMALL_TO_SPLIT: Final = 32_768
+_BUSY: Final = 0.75
 
 
 def _in_place(problem: Problem) -> bool:
@@ -31,6 +40,11 @@ def tile_cells(cells: int) -> int:
     """Cells of a tile: from the plane's size alone, about 32 tiles a plane, whole cache lines."""
     tile = min(max(-(-cells // 32), _SMALLEST_TILE), _LARGEST_TILE)
     return -(-tile // 64) * 64
+
+
+def segment_outputs(outputs: int) -> int:
+    """Outputs of a segment: from the plane's size alone."""
+    return min(max(-(-outputs // 4096), _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
 
 
 class PlaneScatter(Candidate):
@@ -75,7 +89,7 @@ class TileReduce(Candidate):
 
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
         """Lowest and highest index of each segment, visits and a tile of float32 for each worker."""
-        segments = (problem.planes, -(-problem.outputs // _SEGMENT))
+        segments = (problem.planes, -(-problem.outputs // segment_outputs(problem.outputs)))
         tile = 0 if _in_place(problem) else tile_cells(problem.cells)
         int64 = np.dtype(np.int64)
         return (
@@ -88,8 +102,8 @@ class TileReduce(Candidate):
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
         """Check and record index ranges, then fill the tiles."""
         problem, (low, high, visits, room) = plan.problem, scratch
-        tile = tile_cells(problem.cells)
-        ranges = (operands.indices, problem.cells, _SEGMENT, tile, low, high, visits)
+        tile, segment = tile_cells(problem.cells), segment_outputs(problem.outputs)
+        ranges = (operands.indices, problem.cells, segment, tile, low, high, visits)
         bad = launch(kernels.segment_ranges, plan.workers, *ranges)
         if bad:
             return bad
@@ -97,7 +111,7 @@ class TileReduce(Candidate):
         # once a tile costs more than once a worker, a tile a worker is the better split; the bits are the same.
         if _in_place(problem) and int(visits.sum()) > plan.workers * problem.planes * problem.outputs:
             tile = max(tile, -(-problem.cells // plan.workers))
-        return launch(kernels.tile_reduce, plan.workers, *operands, _SEGMENT, tile, low, high, room)
+        return launch(kernels.tile_reduce, plan.workers, *operands, segment, tile, low, high, room)
 
 
 class AtomicScatter(Candidate):
@@ -136,10 +150,6 @@ class AtomicScatter(Candidate):
         return bad
 
 
-_SPARSE: Final = 16
-_LARGEST_SCRATCH: Final = 262_144  # 1 MiB of float32 a worker: beyond it, the scratch of a plane leaves L2
-
-
 def judge_planes(problem: Problem, scratch_cells: int) -> Verdict:
     """Judge a split by whole planes: refuse where it leaves threads idle or needs scratch beyond the cache."""
     planes, threads = problem.planes, problem.num_threads
@@ -155,9 +165,6 @@ def judge_planes(problem: Problem, scratch_cells: int) -> Verdict:
         return Verdict(False, f"{planes} planes on {threads} threads keep them only {busy:.0%} busy")
     return Verdict(True, f"{planes} planes keep {threads} threads {busy:.0%} busy")
 
-
-_BUSY: Final = 0.75
-_TOO_SMALL_TO_SPLIT: Final = 32_768
 
 FAST: Final = (PlaneScatter(), AtomicScatter(), TileReduce())
 DETERMINISTIC: Final = (PlaneScatter(), TileReduce())

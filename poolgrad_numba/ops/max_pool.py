@@ -29,7 +29,7 @@ _ADAPTIVE_MAX_POOL2D = _declare("adaptive_max_pool2d_backward", "aclnnAdaptiveMa
 _ADAPTIVE_MAX_POOL3D = _declare("adaptive_max_pool3d_backward", "aclnnAdaptiveMaxPool3dBackward", 3)
 
 
-def max_pool2d_with_indices_backward(  # noqa: PLR0913
+def max_pool2d_with_indices_backward(
     grad_output: ArrayLike,
     input_shape: Sequence[int],
     indices: ArrayLike,
