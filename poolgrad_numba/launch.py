@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
+from poolgrad_numba.config import most_threads
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -39,7 +41,7 @@ def launch(kernel: Kernel, workers: int, *arrays: Any) -> int:
         return int(kernel.serial(workers, *arrays))
     previous = numba.get_num_threads()
     with _layer_lock():
-        numba.set_num_threads(workers)
+        numba.set_num_threads(min(workers, most_threads()))  # a plan may come from a larger machine
         try:
             return int(kernel.parallel(workers, *arrays))
         finally:

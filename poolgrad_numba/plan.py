@@ -260,9 +260,9 @@ class Plan:
         grad, index = packed(grad), None if index is None else packed(index)
         target = packed(out, copy=False)
         operands = Operands(
-            _carrier(grad).reshape(problem.planes, problem.outputs),
-            None if index is None else index.reshape(problem.planes, problem.outputs),
-            _carrier(target).reshape(problem.planes, problem.cells),
+            _planes(grad, problem.planes, problem.outputs, readonly=True),
+            None if index is None else _planes(index, problem.planes, problem.outputs, readonly=True),
+            _planes(target, problem.planes, problem.cells, readonly=False),
         )
         bad = _candidate(problem, self.algorithm).run(self, operands, scratch)
         if bad and index is not None:
@@ -280,11 +280,16 @@ def _is_plain(array: NDArray[Any]) -> bool:
     return array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
 
 
-def _carrier(array: NDArray[Any]) -> NDArray[Any]:
-    """View 16-bit floats as the integers that carry them: uint16 float16, int16 bfloat16."""
-    if array.dtype.itemsize > 2:
-        return array
-    return array.view(np.uint16 if array.dtype == np.float16 else np.int16)
+def _planes(array: NDArray[Any], planes: int, length: int, *, readonly: bool) -> NDArray[Any]:
+    """View an array as (planes, length), 16-bit floats as the integers that carry them: uint16 float16, int16 bfloat16.
+
+    Inputs are always read-only here: Numba would compile once more for those that the caller made so.
+    """
+    if array.dtype.itemsize == 2:
+        array = array.view(np.uint16 if array.dtype == np.float16 else np.int16)
+    view = array.reshape(planes, length)
+    view.flags.writeable = not readonly
+    return view
 
 
 def _buffer_size(blocks: tuple[Block, ...]) -> int:

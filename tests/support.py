@@ -1,0 +1,65 @@
+"""What several test files need."""
+
+import subprocess
+import sys
+
+import cases
+import numpy as np
+import poolgrad_numba as pg
+from poolgrad_numba.plan import OPS
+
+THREADS = (1, 2, 3, 8)
+
+
+def same_bits(a, b):
+    """Equal bit for bit, NaN payloads aside; +0.0 and -0.0 differ."""
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    integers = np.dtype(f"u{a.itemsize}")
+    equal = (a.view(integers) == b.view(integers)) | (np.isnan(a) & np.isnan(b))
+    return a.shape == b.shape and a.dtype == b.dtype and bool(equal.all())
+
+
+def algorithms(operator, *, deterministic):
+    return [candidate.name for candidate in OPS[operator].candidates(deterministic=deterministic)]
+
+
+def forced_runs():
+    """Every (operator, deterministic, algorithm)."""
+    return [
+        (operator, deterministic, name)
+        for operator in cases.OPERATORS
+        for deterministic in (False, True)
+        for name in algorithms(operator, deterministic=deterministic)
+    ]
+
+
+def plan_for(case, dtype=np.float32, index_dtype=np.int64, **options):
+    return pg.make_plan(
+        case.operator,
+        input_shape=case.input_shape,
+        dtype=dtype,
+        index_dtype=index_dtype,
+        **case.plan_parameters,
+        **options,
+    )
+
+
+def call(case, grad, indices=None, **options):
+    """Call the case's public function."""
+    return getattr(pg, case.operator)(*case.operands(grad, indices), **case.parameters, **options)
+
+
+def python(code, *, timeout=120, **environment):
+    """Run code in a fresh process; its standard output. Fails on a signal, an exit code or a time-out."""
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
