@@ -387,11 +387,13 @@ def make_plan(
     >>> plan.run(np.ones(plan.output_shape, np.float32))[0, 0, 0, 0]
     array([0.125, 0.125, 0.125, 0.125], dtype=float32)
     """
-    if operator not in OPS:
+    if not isinstance(operator, str) or operator not in OPS:
         raise PoolGradValueError(f"operator: got {operator!r}, wanted one of {', '.join(sorted(OPS))}")
     problem = describe(
         OPS[operator].signature, input_shape, parameters, (dtype, index_dtype), (deterministic, num_threads)
     )
+    if not isinstance(algorithm, str | None):
+        raise PoolGradTypeError(f"algorithm: got {algorithm!r}, wanted the name of a candidate or None")
     return _plan(problem, algorithm)
 
 

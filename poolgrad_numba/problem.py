@@ -292,12 +292,12 @@ def _check_operand_shapes(
 
 def _check_dtype(name: str, dtype: Any, allowed: tuple[np.dtype[Any], ...]) -> np.dtype[Any]:
     try:
-        native = np.dtype(dtype).newbyteorder("=")
+        # None would mean float64 to NumPy, also in comparisons.
+        native = None if dtype is None else np.dtype(dtype).newbyteorder("=")
     except TypeError:
         native = None
-    for candidate in allowed:
-        if native == candidate and dtype is not None:
-            return candidate
+    if native is not None and native in allowed:
+        return native
     wanted = ", ".join(candidate.name for candidate in allowed)
     raise PoolGradTypeError(f"{name}: got dtype {dtype}, wanted one of {wanted}")
 

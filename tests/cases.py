@@ -6,6 +6,7 @@ A name says the corner. ``small`` cases run through the naive oracle in the test
 from dataclasses import dataclass, field
 
 import numpy as np
+
 import reference
 
 MAX2D = "max_pool2d_with_indices_backward"

@@ -4,9 +4,10 @@ import os
 
 os.environ.setdefault("NUMBA_NUM_THREADS", "8")
 
-import poolgrad_numba as pg
 import pytest
 from hypothesis import HealthCheck, settings
+
+import poolgrad_numba as pg
 from poolgrad_numba import config
 
 # Kernels compile inside the first examples, so time says nothing about an example.

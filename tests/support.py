@@ -1,10 +1,13 @@
 """What several test files need."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import numpy as np
 
 import cases
-import numpy as np
 import poolgrad_numba as pg
 from poolgrad_numba.plan import OPS
 
@@ -49,12 +52,14 @@ def call(case, grad, indices=None, **options):
     return getattr(pg, case.operator)(*case.operands(grad, indices), **case.parameters, **options)
 
 
-def python(code, *, timeout=120, **environment):
-    """Run code in a fresh process; its standard output. Fails on a signal, an exit code or a time-out."""
-    import os
+def python(code, *, flags=(), timeout=120, **environment):
+    """Run code in a fresh process, with this folder to import from; its standard output.
 
+    Fails on a signal, an exit code or a time-out.
+    """
+    environment.setdefault("PYTHONPATH", str(Path(__file__).parent))
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-P", *flags, "-c", code],
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -1,12 +1,13 @@
 """Results of the four operators: every case, mode, candidate, dtype and layout, against the oracle."""
 
-import cases
 import numpy as np
-import poolgrad_numba as pg
 import pytest
-import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import cases
+import poolgrad_numba as pg
+import reference
 from support import THREADS, algorithms, call, forced_runs, plan_for, same_bits
 
 BOTH_MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
@@ -180,7 +181,7 @@ def test_batch_neighbours_do_not_matter(case, deterministic):
 @pytest.mark.parametrize("shape", [(0, 3, 4, 5), (2, 0, 4, 5), (0, 4, 5)])
 @BOTH_MODES
 def test_empty_batch_or_channels(shape, deterministic):
-    empty = shape[:-2] + (2, 2)
+    empty = (*shape[:-2], 2, 2)
     grad, indices = np.empty(empty, np.float32), np.empty(empty, np.int64)
     assert pg.max_pool2d_with_indices_backward(grad, shape, indices, (2, 2), deterministic=deterministic).shape == shape
     assert pg.adaptive_max_pool2d_backward(grad, shape, indices, deterministic=deterministic).shape == shape

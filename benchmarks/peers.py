@@ -1,0 +1,142 @@
+"""What is timed, and `python benchmarks/peers.py [CASE ...]`: a table of ratios to PyTorch and to a copy, from one run.
+
+Providers take turns inside one process, so that a noisy machine slows all of them; the table shows medians.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import numpy as np
+
+import cases
+import poolgrad_numba as pg
+
+MODES = ("fast", "deterministic")
+
+
+def inputs(case):
+    """A gradient, and indices that a real forward makes."""
+    rng = np.random.default_rng(0)
+    grad = rng.standard_normal(case.output_shape, dtype=np.float32)
+    return grad, forward_indices(case) if case.indexed else None
+
+
+def forward_indices(case):
+    """Flat index of each window's maximum of normal data; found by sorting out one window offset at a time."""
+    x = np.random.default_rng(1).standard_normal(case.input_shape, dtype=np.float32)
+    size, outputs = case.input_shape[-case.spatial :], case.output_shape[-case.spatial :]
+    starts, lengths = zip(*(_windows(case, axis, n, o) for axis, (n, o) in enumerate(zip(size, outputs, strict=True))),
+                          strict=True)  # fmt: skip
+    best = np.full(case.output_shape, -np.inf, np.float32)
+    found = np.zeros(case.output_shape, np.int64)
+    flat = np.arange(int(np.prod(size))).reshape(size)
+    for offset in np.ndindex(*(int(length.max()) for length in lengths)):
+        cells = [start + min_(o, length) for start, o, length in zip(starts, offset, lengths, strict=True)]
+        grid = np.ix_(*(np.clip(c, 0, n - 1) for c, n in zip(cells, size, strict=True)))
+        values = x[(..., *grid)]
+        better = values > best
+        best = np.where(better, values, best)
+        found = np.where(better, flat[grid], found)
+    return found
+
+
+def min_(offset, length):
+    """An offset into each window, held inside the shorter ones."""
+    return np.minimum(offset, length - 1)
+
+
+def _windows(case, axis, size, outputs):
+    o = np.arange(outputs)
+    if case.output_size:
+        start, end = o * size // outputs, -((o + 1) * size // -outputs)
+        return start, end - start
+    get = lambda name: np.broadcast_to(case.parameters[name], case.spatial)[axis]  # noqa: E731
+    stride = case.parameters["stride"] or case.parameters["kernel_size"]
+    start = o * np.broadcast_to(stride, case.spatial)[axis] - get("padding")
+    return start, np.full(outputs, get("kernel_size"))
+
+
+def ours(case, grad, indices, *, deterministic, out=None):
+    """Our public function on a case."""
+    function, operands = getattr(pg, case.operator), case.operands(grad, indices)
+    return lambda: function(*operands, **case.parameters, deterministic=deterministic, out=out)
+
+
+def torch_operator(case, grad, indices, *, out=None):
+    """PyTorch's own operator on the same arrays; ``None`` where it has no such form."""
+    import torch
+
+    aten = torch.ops.aten
+    g, x = torch.from_numpy(grad), torch.empty(case.input_shape)
+    into = {} if out is None else {"grad_input": torch.from_numpy(out)}
+    if case.operator == cases.AVG3D:
+        p = case.parameters
+        return lambda: aten.avg_pool3d_backward(
+            g, x, _axes(p["kernel_size"], 3), _axes(p["stride"] or p["kernel_size"], 3), _axes(p["padding"], 3), False,
+            p.get("count_include_pad", True), p.get("divisor_override"), **into,
+        )  # fmt: skip
+    index = torch.from_numpy(indices)
+    if case.operator == cases.MAX2D:
+        p = case.parameters
+        window = [_axes(p[name] or p["kernel_size"], 2) for name in ("kernel_size", "stride", "padding", "dilation")]
+        window[2] = _axes(p["padding"], 2)
+        return lambda: aten.max_pool2d_with_indices_backward(g, x, *window, p["ceil_mode"], index, **into)
+    function = (
+        aten.adaptive_max_pool2d_backward if case.operator == cases.ADAPTIVE2D else aten.adaptive_max_pool3d_backward
+    )
+    return lambda: function(g, x, index, **into)
+
+
+def _axes(value, axes):
+    return [value] * axes if np.ndim(value) == 0 else list(value)
+
+
+def interleaved(providers, rounds):
+    """Median seconds of each provider, all of them taking turns."""
+    times = {name: [] for name in providers}
+    for run in providers.values():
+        run()
+    for _ in range(rounds):
+        for name, run in providers.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: float(np.median(values)) for name, values in times.items()}
+
+
+def compare(case, rounds):
+    """One row of the table: medians in ms, the result allocated by the call (+) or given."""
+    grad, indices = inputs(case)
+    out, source = np.empty(case.input_shape, np.float32), np.zeros(case.input_shape, np.float32)
+    providers = {
+        "fast+": ours(case, grad, indices, deterministic=False),
+        "deterministic+": ours(case, grad, indices, deterministic=True),
+        "torch+": torch_operator(case, grad, indices),
+        "fast": ours(case, grad, indices, deterministic=False, out=out),
+        "deterministic": ours(case, grad, indices, deterministic=True, out=out),
+        "torch": torch_operator(case, grad, indices, out=np.empty_like(out)),
+        "copy": lambda: np.copyto(out, source),
+    }
+    return interleaved(providers, rounds)
+
+
+def main():
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", help="names from tests/cases.py; all large ones if none is given")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    chosen = [c for c in cases.LARGE_CASES if not arguments.cases or c.name in arguments.cases]
+    for case in chosen:
+        medians = compare(case, arguments.rounds)
+        row = "  ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in medians.items())
+        ratios = "  ".join(f"torch/{mode} {medians['torch+'] / medians[mode + '+']:.1f}" for mode in MODES)
+        print(f"{case.name}: {row} ms; {ratios}")
+
+
+if __name__ == "__main__":
+    main()
