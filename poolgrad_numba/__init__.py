@@ -1,7 +1,5 @@
 """Pooling gradients on multicore CPUs with Numba, in a fast and in a deterministic mode."""
 
-from importlib.metadata import version as _version
-
 from poolgrad_numba.config import Config, config_context, get_config, set_config
 from poolgrad_numba.errors import PoolGradError, PoolGradIndexError, PoolGradTypeError, PoolGradValueError
 from poolgrad_numba.ops import (
@@ -13,7 +11,7 @@ from poolgrad_numba.ops import (
 )
 from poolgrad_numba.plan import Plan, make_plan
 
-__version__ = _version("poolgrad_numba")
+__version__ = "0.1.0"
 
 __all__ = [
     "OPS",

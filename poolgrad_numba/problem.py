@@ -293,7 +293,7 @@ def _check_operand_shapes(
 def _check_dtype(name: str, dtype: Any, allowed: tuple[np.dtype[Any], ...]) -> np.dtype[Any]:
     try:
         # None would mean float64 to NumPy, also in comparisons.
-        native = None if dtype is None else np.dtype(dtype).newbyteorder("=")
+        native: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype).newbyteorder("=")
     except TypeError:
         native = None
     if native is not None and native in allowed:

@@ -66,5 +66,6 @@ def python(code, *, flags=(), timeout=120, **environment):
         env={**os.environ, **environment},
         check=False,
     )
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    if done.returncode:
+        raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done.stdout

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import numba
 import numpy as np
@@ -9,7 +10,6 @@ import pytest
 
 import cases
 from poolgrad_numba import launch as door
-from poolgrad_numba.kernels._jit import Kernel
 from support import plan_for, python, same_bits
 
 CASE = next(case for case in cases.SMALL_CASES if case.name == "adaptive2d_one_plane")
@@ -25,7 +25,7 @@ def fake(calls, error=None):
 
         return run
 
-    return Kernel("fake", flavour("serial"), flavour("parallel"))
+    return SimpleNamespace(serial=flavour("serial"), parallel=flavour("parallel"))
 
 
 def test_one_worker_starts_no_threads():

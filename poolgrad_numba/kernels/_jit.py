@@ -5,11 +5,10 @@ No ``fastmath`` anywhere: both modes need NaN and infinities, one needs the orde
 
 import contextlib
 import hashlib
+import threading
 import warnings
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
 
 import numba
 from numba import njit, prange
@@ -23,25 +22,45 @@ _OPTIONS = {"error_model": "numpy", "nogil": True, "boundscheck": False, "fastma
 helper = njit(**_OPTIONS)
 
 
-@dataclass(frozen=True)
 class Kernel:
-    """One kernel in its two flavours, called as ``flavour(workers, *arrays) -> count``.
+    """A worker function, ``body(worker, workers, *arrays) -> int``, as a kernel of two flavours.
 
-    Both run ``body(worker, workers, *arrays)`` for every worker and sum what it returns; ``parallel`` spreads the
-    workers over Numba's threads, ``serial`` runs them in turn on the calling thread: the same bits.
+    Workers must write disjoint cells (or add atomically), and may depend on nothing but their arguments. Subnormals
+    are kept while a worker runs, whatever its thread had set.
+
+    A flavour is called as ``flavour(workers, *arrays)``. Both run the body for every worker and sum what
+    it returns; ``parallel`` spreads the workers over Numba's threads, ``serial`` runs them in turn on the calling
+    thread: the same bits.
     """
 
-    name: str
-    serial: Any
-    parallel: Any
+    def __init__(self, body):
+        self.name = body.__name__
+        self._body = body
+        self._lock = threading.Lock()
+        self._flavours = {}
+
+    @property
+    def serial(self):
+        """The dispatcher for the calling thread alone."""
+        return self._flavours.get(False) or self._make(parallel=False)
+
+    @property
+    def parallel(self):
+        """The dispatcher for Numba's threads."""
+        return self._flavours.get(True) or self._make(parallel=True)
+
+    def _make(self, *, parallel):
+        # On first use, not while importing: two dozen dispatchers and their caches take 25 ms.
+        with self._lock:
+            if parallel not in self._flavours:
+                self._flavours[parallel] = _dispatcher(self._body, parallel)
+            return self._flavours[parallel]
 
 
-def kernel(body):
-    """Compile a worker function, ``body(worker, workers, *arrays) -> int``, as a `Kernel`.
+kernel = Kernel  # the decorator's name
 
-    Workers must write disjoint cells (or add atomically), and may depend on nothing but their arguments.
-    Subnormals are kept while a worker runs, whatever its thread had set.
-    """
+
+def _dispatcher(body, parallel):
     run = helper(body)
 
     def drive(workers, *arrays):
@@ -52,13 +71,7 @@ def kernel(body):
             restore_subnormals(mode)
         return total
 
-    drive.__name__ = body.__name__
-    drive.__qualname__ = body.__qualname__
-    drive.__module__ = body.__module__
-    return Kernel(body.__name__, _cached(drive, parallel=False), _cached(drive, parallel=True))
-
-
-def _cached(drive, *, parallel):
+    drive.__name__, drive.__qualname__, drive.__module__ = body.__name__, body.__qualname__, body.__module__
     dispatcher = njit(parallel=parallel, **_OPTIONS)(drive)
     # Nowhere to write (a read-only install without a home): compiled anew in each process.
     with contextlib.suppress(RuntimeError, OSError):
