@@ -53,11 +53,12 @@ def call(case, grad, indices=None, **options):
 
 
 def python(code, *, flags=(), timeout=120, **environment):
-    """Run code in a fresh process, with this folder to import from; its standard output.
+    """Run code in a fresh process, with this folder and this very package to import from; its standard output.
 
     Fails on a signal, an exit code or a time-out.
     """
-    environment.setdefault("PYTHONPATH", str(Path(__file__).parent))
+    here = Path(__file__).parent, Path(pg.__file__).parent.parent
+    environment.setdefault("PYTHONPATH", os.pathsep.join(map(str, here)))
     done = subprocess.run(
         [sys.executable, "-P", *flags, "-c", code],
         capture_output=True,

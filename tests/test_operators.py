@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import cases
 import poolgrad_numba as pg
 import reference
+from poolgrad_numba.launch import launch
 from support import THREADS, algorithms, call, forced_runs, plan_for, same_bits
 
 BOTH_MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
@@ -256,9 +257,9 @@ def problems(draw, operator):
             indices = np.sort(indices.reshape(*lead, -1)).reshape(shape)
         indices = indices.astype(draw(st.sampled_from(cases.INDEX_DTYPES)))
     grad = (rng.standard_normal(shape) * 2.0 ** rng.integers(-6, 7, shape)).astype(dtype)
-    flip = draw(st.booleans())
-    if flip:
-        grad = np.asfortranarray(grad)
+    grad = draw(st.sampled_from([array for _, array in layouts(grad)]))
+    if indices is not None:
+        indices = draw(st.sampled_from([array for _, array in layouts(indices)]))
     return lead + size, parameters, grad, indices
 
 
@@ -286,8 +287,57 @@ def test_generated_problems(operator, data):
         **(parameters or {"output_size": grad.shape[-spatial_axes(operator) :]}),
     )
     result = plan.run(grad, indices)
+    grad = grad.astype(grad.dtype.newbyteorder("="))
     if deterministic:
         assert same_bits(result, reference.apply(operator, grad, input_shape, indices, **parameters))
         assert same_bits(result, getattr(pg, operator)(*operands, **parameters, deterministic=True))
     else:
         assert reference.within_bound(result, operator, grad, input_shape, indices, **parameters)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_wild_indices_take_a_coarser_split_to_the_same_bits(monkeypatch, dtype):
+    """Where every segment reaches every tile, a tile a worker: each output is looked at once a worker."""
+    from poolgrad_numba.ops import indexed
+
+    tiles = []
+
+    def recording(kernel, workers, *arrays):
+        if kernel.name == "tile_reduce":
+            tiles.append(arrays[4])
+        return launch(kernel, workers, *arrays)
+
+    monkeypatch.setattr(indexed, "launch", recording)
+    case = cases.Case("wild", cases.ADAPTIVE2D, (1, 1, 200, 200), output_size=(60, 60))
+    plan = plan_for(case, dtype, deterministic=True, num_threads=2, algorithm="tile_reduce")
+    grad, wild = case.rough_gradient(dtype), case.wild_indices()
+    tame = np.sort(wild, axis=None).reshape(wild.shape)
+    assert same_bits(plan.run(grad, tame), reference.indexed(grad, case.input_shape, tame, 2))
+    assert same_bits(plan.run(grad, wild), reference.indexed(grad, case.input_shape, wild, 2))
+    assert tiles == [4096, 20_000]
+
+
+@pytest.mark.parametrize("operator", [name for name in cases.OPERATORS if "max" in name])
+@settings(max_examples=100)
+@given(data=st.data())
+def test_generated_bad_indices(operator, data):
+    """However many indices are bad, and however badly, the first one is named and nothing else happens."""
+    input_shape, parameters, grad, indices = data.draw(problems(operator))
+    if min(grad.shape) < 1:
+        return
+    cells = int(np.prod(input_shape[-spatial_axes(operator) :]))
+    indices = indices.copy()
+    limits = np.iinfo(indices.dtype)
+    values = st.integers(limits.min, -1) | st.integers(cells, limits.max)
+    places = data.draw(st.lists(st.integers(0, indices.size - 1), min_size=1, max_size=5))
+    for place in places:
+        indices[np.unravel_index(place, indices.shape)] = data.draw(values)
+    first = np.unravel_index(min(places), indices.shape)
+    before = indices.copy(), grad.copy()
+    for deterministic in (False, True):
+        with pytest.raises(pg.PoolGradIndexError) as error:
+            getattr(pg, operator)(grad, input_shape, indices, **parameters, deterministic=deterministic)
+        where = tuple(int(i) for i in first)
+        assert f"got {indices[first]} at position {where}, wanted 0 to {cells - 1} " in str(error.value)
+    assert np.array_equal(before[0], indices)
+    assert np.array_equal(before[1], grad, equal_nan=True)

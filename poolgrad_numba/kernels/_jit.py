@@ -22,6 +22,9 @@ _OPTIONS = {"error_model": "numpy", "nogil": True, "boundscheck": False, "fastma
 helper = njit(**_OPTIONS)
 
 
+KERNELS = []  # all that there are
+
+
 class Kernel:
     """A worker function, ``body(worker, workers, *arrays) -> int``, as a kernel of two flavours.
 
@@ -37,6 +40,7 @@ class Kernel:
         self.name = body.__name__
         self._body = body
         self._lock = threading.Lock()
+        KERNELS.append(self)
         self._flavours = {}
 
     @property

@@ -3,6 +3,8 @@
 float32 and float64 accumulate in themselves; float16 (as ``uint16``) and bfloat16 (as ``int16``) in float32.
 """
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -16,6 +18,12 @@ def _machine(context):
     """(architecture, features) that code is generated for, as LLVM spells them."""
     triple, _cpu, features = context.codegen().magic_tuple()
     return str(triple).split("-", maxsplit=1)[0], features.split(",")
+
+
+def half_in_hardware(context: Any) -> bool:
+    """Whether code for this target converts float16 by instructions: F16C, or any AArch64."""
+    architecture, features = _machine(context)
+    return architecture in ("aarch64", "arm64") or (architecture == "x86_64" and "+f16c" in features)
 
 
 # -- subnormals ------------------------------------------------------------------------------------------------
@@ -142,7 +150,7 @@ def _float_to_half_integer(x):
 
 
 def _half_intrinsic(integer_form, signature, generate_hardware):
-    """Convert by hardware where the target has it (F16C, or any AArch64), else by integer arithmetic: same bits.
+    """Convert by hardware where the target has it, else by integer arithmetic: same bits.
 
     Without F16C LLVM would call a library routine that is not there, and the process would die.
     """
@@ -153,8 +161,7 @@ def _half_intrinsic(integer_form, signature, generate_hardware):
             return None
 
         def generate(context, builder, sig, args):
-            architecture, features = _machine(context)
-            if architecture in ("aarch64", "arm64") or (architecture == "x86_64" and "+f16c" in features):
+            if half_in_hardware(context):
                 return generate_hardware(builder, args[0])
             return context.compile_internal(builder, integer_form, sig, args)
 

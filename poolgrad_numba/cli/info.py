@@ -1,0 +1,114 @@
+"""``poolgrad-numba info``: what decides how the operators run here."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numba
+from llvmlite import binding
+from numba.core.registry import cpu_target
+
+from poolgrad_numba import OPS, get_config
+from poolgrad_numba.config import most_threads
+from poolgrad_numba.kernels.indexed import plane_scatter
+from poolgrad_numba.kernels.numeric import half_in_hardware
+
+if TYPE_CHECKING:
+    import argparse
+
+_ALWAYS = ("poolgrad_numba", "numba", "llvmlite", "numpy", "ml_dtypes")
+_WHERE_INSTALLED = ("torch", "jax")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Print the facts, as lines or as JSON."""
+    facts = collect()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        for name, value in facts.items():
+            print(f"{name}: {_text(value)}")
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Gather the facts; starts Numba's threads, which alone settles the threading layer."""
+    config = get_config()
+    context = cpu_target.target_context
+    _, target, _ = context.codegen().magic_tuple()
+    return {
+        **versions(),
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": platform.platform(),
+        "cpu": cpu_model(),
+        "cpu_llvm_name": binding.get_host_cpu_name(),
+        "cpu_compiled_for": target,
+        "float16_conversion": "hardware" if half_in_hardware(context) else "integer arithmetic",
+        "threading_layer": threading_layer(),
+        "cores": os.cpu_count(),
+        "cores_this_process_may_use": usable_cores(),
+        "numba_num_threads": most_threads(),
+        "num_threads": config.num_threads,
+        "deterministic": config.deterministic,
+        "kernel_cache": cache_path(),
+        "operators": sorted(OPS),
+    }
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none (compiled anew in each process)"  # only the cache can be None
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages at work, and of frameworks where they are installed; none is imported for it."""
+    found = {name: metadata.version(name) for name in _ALWAYS}
+    for name in _WHERE_INSTALLED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def cpu_model() -> str:
+    """Give the processor's name as its maker writes it, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def threading_layer() -> str:
+    """Name of the layer that Numba's threads run on."""
+    try:
+        numba.get_num_threads()  # starts the threads
+        return str(numba.threading_layer())
+    except ValueError as error:
+        return f"none ({error})"
+
+
+def usable_cores() -> int | None:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def cache_path() -> str | None:
+    """Give the directory of the kernel cache; ``None`` where there is none."""
+    path = plane_scatter.serial.stats.cache_path
+    return None if path is None else str(path)

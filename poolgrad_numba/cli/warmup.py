@@ -1,0 +1,101 @@
+"""``poolgrad-numba warmup``: compile kernels, so that later processes load them from the cache."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from poolgrad_numba import OPS, make_plan
+from poolgrad_numba.cli.common import need_extra
+from poolgrad_numba.cli.info import cache_path
+from poolgrad_numba.kernels._jit import KERNELS
+
+if TYPE_CHECKING:
+    import argparse
+
+_CELLS = 4  # cells along each axis
+_CHANNELS = 2  # enough planes to split over two workers
+
+
+class Job(NamedTuple):
+    """One run of one algorithm."""
+
+    operator: str
+    dtype: str
+    index_dtype: str
+    deterministic: bool
+    algorithm: str
+    threads: int
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Run every algorithm once in each form, and say what that compiled."""
+    need_extra("warmup", "rich")
+    from rich.console import Console  # noqa: PLC0415  (an extra)
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    work = jobs(arguments)
+    console = Console(highlight=False)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    before, start, most_workers = counts(), time.perf_counter(), 1
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(work))
+        for job in work:
+            progress.update(
+                task, description=f"{job.algorithm}, {job.dtype}, {'serial' if job.threads == 1 else 'parallel'}"
+            )
+            most_workers = max(most_workers, run(job))
+            progress.advance(task)
+    compiled, loaded = (now - then for now, then in zip(counts(), before, strict=True))
+    seconds = time.perf_counter() - start
+    place = cache_path()
+    line = f"{compiled} kernels compiled, {loaded} loaded from the cache, in {seconds:.1f} s; "
+    line += "no place for a cache, so other processes compile anew" if place is None else f"cache: {place}"
+    if most_workers == 1:
+        line += "; serial forms only, as Numba has one thread here"
+    console.print(line, soft_wrap=True, markup=False)
+    return 0
+
+
+def jobs(arguments: argparse.Namespace) -> list[Job]:
+    """List the runs that cover what was asked for."""
+    found = []
+    for operator, dtype, mode in product(arguments.ops, arguments.dtypes, arguments.modes):
+        deterministic = mode == "deterministic"
+        index_dtypes = arguments.index_dtypes if OPS[operator].signature.indexed else ["int64"]
+        names = [candidate.name for candidate in OPS[operator].candidates(deterministic=deterministic)]
+        for index_dtype, name, threads in product(index_dtypes, names, (1, 2)):
+            found.append(Job(operator, dtype, index_dtype, deterministic, name, threads))
+    return found
+
+
+def run(job: Job) -> int:
+    """Run one job on tiny input; gives the number of workers, which on one core is 1 whatever was asked for."""
+    signature = OPS[job.operator].signature
+    size = (_CELLS,) * signature.spatial
+    window: dict[str, Any] = {"output_size": size} if signature.adaptive else {"kernel_size": 1}
+    plan = make_plan(
+        job.operator,
+        input_shape=(_CHANNELS, *size),
+        dtype=job.dtype,
+        index_dtype=job.index_dtype,
+        algorithm=job.algorithm,
+        deterministic=job.deterministic,
+        num_threads=job.threads,
+        **window,
+    )
+    grad = np.zeros(plan.output_shape, plan.problem.dtype)
+    plan.run(grad, np.zeros(plan.output_shape, plan.problem.index_dtype) if signature.indexed else None)
+    return plan.workers
+
+
+def counts() -> tuple[int, int]:
+    """Kernels that this process has compiled, and those that it has loaded from the cache."""
+    stats = [flavour.stats for kernel in KERNELS for flavour in (kernel.serial, kernel.parallel)]
+    return (
+        sum(sum(stat.cache_misses.values()) for stat in stats),
+        sum(sum(stat.cache_hits.values()) for stat in stats),
+    )
