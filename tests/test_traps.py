@@ -440,6 +440,14 @@ def test_t20_the_first_bad_position_is_named(threads, deterministic):
             assert str(error.value).startswith(f"indices: got {64 + first} at position {where}, wanted 0 to 63 ")
 
 
+@pytest.mark.trap("T20")
+def test_t20_the_first_bad_position_among_millions():
+    indices = np.zeros((1, 1, 1100, 1100), np.int32)
+    indices[0, 0, 1000, 7], indices[0, 0, 1099, 1099] = 5, 6
+    with pytest.raises(pg.PoolGradIndexError, match=r"got 5 at position \(0, 0, 1000, 7\), wanted 0 to 3 "):
+        pg.adaptive_max_pool2d_backward(np.ones(indices.shape, F4), (1, 1, 2, 2), indices)
+
+
 @pytest.mark.trap("T21")
 @BOTH_MODES
 @EACH_DTYPE
