@@ -7,8 +7,9 @@ This is the only module that reads the environment.
 
 from __future__ import annotations
 
-import operator
 import os
+import re
+import sys
 import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,9 +18,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numba
-import numpy as np
 
-from poolgrad_numba.errors import PoolGradTypeError, PoolGradValueError
+from poolgrad_numba.errors import PoolGradValueError
+from poolgrad_numba.values import flag, integer, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,37 +73,35 @@ _context: ContextVar[_Settings] = ContextVar("poolgrad_numba_settings", default=
 
 
 def _checked_mode(value: Any) -> bool | None:
-    if value is None or isinstance(value, bool | np.bool_):
-        return None if value is None else bool(value)
-    raise PoolGradTypeError(f"deterministic: got {value!r}, wanted True, False or None")
+    return None if value is None else flag("deterministic", value)
 
 
 def _checked_threads(value: Any) -> int | None:
     if value is None:
         return None
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        threads = operator.index(value)
-    except TypeError:
-        raise PoolGradTypeError(f"num_threads: got {value!r}, wanted an integer or None") from None
+    threads = integer("num_threads", value)
     if threads < 1:
-        raise PoolGradValueError(f"num_threads: got {threads}, wanted at least 1")
+        raise PoolGradValueError(f"num_threads: got {show(threads)}, wanted at least 1")
     return threads
 
 
+# The two variables are read once a process; a malformed one is an error at every call that depends on it.
 @cache
-def _environment() -> _Settings:
-    """Read the two variables, once a process; a malformed one is an error at every call until it is mended."""
-    mode = os.environ.get(DETERMINISTIC_VARIABLE)
-    if mode not in (None, "0", "1"):
-        raise PoolGradValueError(f"environment variable {DETERMINISTIC_VARIABLE}: got {mode!r}, wanted 0 or 1")
-    threads = os.environ.get(NUM_THREADS_VARIABLE)
-    if threads is not None and not (threads.isascii() and threads.isdigit() and int(threads) >= 1):
+def _environment_mode() -> bool:
+    text = os.environ.get(DETERMINISTIC_VARIABLE)
+    if text not in (None, "0", "1"):
+        raise PoolGradValueError(f"environment variable {DETERMINISTIC_VARIABLE}: got {show(text)}, wanted 0 or 1")
+    return text == "1"
+
+
+@cache
+def _environment_threads() -> int | None:
+    text = os.environ.get(NUM_THREADS_VARIABLE)
+    if text is not None and not re.fullmatch("0{0,9}[1-9][0-9]{0,8}", text):
         raise PoolGradValueError(
-            f"environment variable {NUM_THREADS_VARIABLE}: got {threads!r}, wanted an integer of at least 1"
+            f"environment variable {NUM_THREADS_VARIABLE}: got {show(text)}, wanted an integer of at least 1"
         )
-    return _Settings(None if mode is None else mode == "1", None if threads is None else int(threads))
+    return None if text is None else int(text)
 
 
 def most_threads() -> int:
@@ -110,18 +109,27 @@ def most_threads() -> int:
     return int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 
 
+def pool_is_up() -> bool:
+    """Whether Numba's threads have been started in this process, or in the one that it was forked from."""
+    parallel = sys.modules.get("numba.np.ufunc.parallel")
+    return bool(parallel and getattr(parallel, "_is_initialized", False))
+
+
 def resolve(deterministic: Any = None, num_threads: Any = None) -> Config:
     """Give the settings for one call, its own arguments first. A thread count above the machine's is clamped."""
     call = _Settings(_checked_mode(deterministic), _checked_threads(num_threads))
     settled = call.over(_context.get()).over(_process)
-    if settled.deterministic is None or settled.num_threads is None:
-        settled = settled.over(_environment())
-    wanted = numba.get_num_threads() if settled.num_threads is None else settled.num_threads
-    return Config(bool(settled.deterministic), min(wanted, most_threads()))
+    mode = _environment_mode() if settled.deterministic is None else settled.deterministic
+    threads = _environment_threads() if settled.num_threads is None else settled.num_threads
+    if threads is None and pool_is_up():
+        threads = numba.get_num_threads()  # Numba's own limit, which it keeps a thread; asking starts the threads
+    return Config(mode, min(threads or most_threads(), most_threads()))
 
 
 def get_config() -> Config:
     """Return the settings that hold here and now.
+
+    The environment is read once a process, when it first matters.
 
     Returns
     -------

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
-from poolgrad_numba.config import most_threads
+from poolgrad_numba.config import most_threads, pool_is_up
+from poolgrad_numba.errors import PoolGradError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ _forked = False
 def _after_fork() -> None:
     global _forked, _workqueue_lock  # noqa: PLW0603
     # A child of a process whose omp pool has started dies when it launches, so it runs the serial form: same bits.
-    _forked = True
+    _forked = pool_is_up()
     _workqueue_lock = threading.RLock()
 
 
@@ -37,9 +38,14 @@ def launch(kernel: Kernel, workers: int, *arrays: Any) -> int:
 
     Returns the sum of what the workers return. Numba's thread limit is the same afterwards as before.
     """
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        raise PoolGradError("NUMBA_DISABLE_JIT is set, and kernels run compiled only")
     if workers == 1 or _forked:
         return int(kernel.serial(workers, *arrays))
-    previous = numba.get_num_threads()
+    try:
+        previous = numba.get_num_threads()  # starts the threads where they are not up
+    except ValueError as error:
+        raise PoolGradError(f"Numba cannot start threads ({error}); num_threads=1 needs none") from error
     with _layer_lock():
         numba.set_num_threads(min(workers, most_threads()))  # a plan may come from a larger machine
         try:

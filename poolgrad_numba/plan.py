@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -10,37 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
+from poolgrad_numba import operands
 from poolgrad_numba.errors import PoolGradTypeError, PoolGradValueError
-from poolgrad_numba.problem import (
-    Problem,
-    Signature,
-    as_array,
-    check_operands,
-    check_out,
-    describe,
-    index_error,
-    share_memory,
-)
+from poolgrad_numba.operands import Block, Operands
+from poolgrad_numba.problem import Problem, Signature, describe
+from poolgrad_numba.values import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import DTypeLike, NDArray
-
-_ALIGNMENT: Final = 64  # a cache line, and the widest vector
-
-
-class Block(NamedTuple):
-    """One scratch array."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes, rounded up so that the next block is aligned too."""
-        size = math.prod(self.shape) * self.dtype.itemsize
-        return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Verdict(NamedTuple):
@@ -84,14 +62,6 @@ class Candidate(ABC):
         """Fill ``operands.out``; return how many indices lie outside their planes."""
 
 
-class Operands(NamedTuple):
-    """What kernels get: C-contiguous, (planes, outputs) or (planes, cells), 16-bit values as integers."""
-
-    grad: NDArray[Any]
-    indices: NDArray[Any] | None
-    out: NDArray[Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Operator:
     """A declared operator: its signature, its candidates for each mode, and its name on the accelerator."""
@@ -119,6 +89,11 @@ def register(operator: Operator) -> Operator:
 
 # Below this many cells and outputs a worker, starting threads costs more than they save (about 10 us a launch).
 _GRAIN: Final = 16_384
+
+
+def useful_workers(problem: Problem) -> int:
+    """Workers that a problem can feed, threads and splits aside."""
+    return max(1, problem.planes * (problem.cells + problem.outputs) // _GRAIN)
 
 
 @dataclass(frozen=True)
@@ -154,7 +129,7 @@ class Plan:
     @property
     def workspace_size(self) -> int:
         """Bytes of scratch that a run needs beyond C-contiguous inputs and ``out``."""
-        return _buffer_size(self.blocks)
+        return operands.buffer_size(self.blocks)
 
     def workspace_size_for(self, grad_output: Any, indices: Any = None, out: NDArray[Any] | None = None) -> int:
         """Bytes of scratch for a run with these very arrays.
@@ -162,8 +137,8 @@ class Plan:
         More than ``workspace_size`` where one of them is not C-contiguous, aligned and in native byte order: it
         is then packed into the workspace.
         """
-        grad, index = self._checked(grad_output, indices)
-        return _buffer_size(self.blocks + self._packing(grad, index, out))
+        arrays = self._read(grad_output, indices, out)
+        return operands.buffer_size(self.blocks + operands.packing(arrays))
 
     def run(
         self,
@@ -199,17 +174,33 @@ class Plan:
         PoolGradIndexError
             For an index outside its plane; the content of ``out`` is undefined.
         """
-        grad, index = self._checked(grad_output, indices)
-        inputs = (grad,) if index is None else (grad, index)
-        if out is not None:
-            check_out(self.problem, out, inputs)
-        packing = self._packing(grad, index, out)
-        buffer = _workspace(workspace, _buffer_size(self.blocks + packing), inputs if out is None else (*inputs, out))
-        result = np.empty(self.problem.input_shape, self.problem.dtype) if out is None else out
-        if result.size:
-            arrays = _carve(buffer, self.blocks + packing)
-            self._fill(grad, index, result, arrays)
-        return result
+        return self._run(*self._read(grad_output, indices, out), out, workspace)
+
+    def _read(
+        self, grad_output: Any, indices: Any, out: Any
+    ) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
+        grad = operands.as_array("grad_output", grad_output)
+        index = None if indices is None else operands.as_array("indices", indices)
+        target = None if out is None else operands.as_out(out)
+        operands.check(self.problem, grad, index, target)
+        return grad, index, target
+
+    def _run(
+        self,
+        grad: NDArray[Any],
+        index: NDArray[Any] | None,
+        target: NDArray[Any] | None,
+        out: NDArray[Any] | None,
+        workspace: Any,
+    ) -> NDArray[Any]:
+        """Run on checked arrays; ``target`` is the plain array behind ``out``."""
+        blocks = self.blocks + operands.packing((grad, index, target))
+        buffer = operands.open_workspace(workspace, operands.buffer_size(blocks), (grad, index, target))
+        if target is None:
+            target = out = np.empty(self.problem.input_shape, self.problem.dtype)
+        if target.size:
+            self._fill(Operands(grad, index, target), operands.carve(buffer, blocks))
+        return target if out is None else out
 
     def explain(self) -> str:
         """Describe in plain words what runs, why it won, and why each other candidate was refused."""
@@ -228,107 +219,20 @@ class Plan:
         lines.append(f"  {_count(self.workers, 'worker')}, {_count(self.workspace_size, 'byte')} of workspace")
         return "\n".join(lines)
 
-    def _checked(self, grad_output: Any, indices: Any) -> tuple[NDArray[Any], NDArray[Any] | None]:
-        grad = as_array("grad_output", grad_output)
-        index = None if indices is None else as_array("indices", indices)
-        check_operands(self.problem, grad, index)
-        return grad, index
-
-    def _packing(self, *arrays: NDArray[Any] | None) -> tuple[Block, ...]:
-        """Room for those of (grad, indices, out) that kernels cannot take as they are."""
-        dtypes = (self.problem.dtype, self.problem.index_dtype, self.problem.dtype)
-        return tuple(
-            Block(array.shape, dtype)
-            for array, dtype in zip(arrays, dtypes, strict=True)
-            if array is not None and dtype is not None and not _is_plain(array)
-        )
-
-    def _fill(
-        self, grad: NDArray[Any], index: NDArray[Any] | None, out: NDArray[Any], arrays: list[NDArray[Any]]
-    ) -> None:
-        problem = self.problem
-        scratch, rooms = arrays[: len(self.blocks)], iter(arrays[len(self.blocks) :])
-
-        def packed(array: NDArray[Any], *, copy: bool = True) -> NDArray[Any]:
-            if _is_plain(array):
-                return array
-            room = next(rooms)
-            if copy:
-                np.copyto(room, array)
-            return room
-
-        grad, index = packed(grad), None if index is None else packed(index)
-        target = packed(out, copy=False)
-        operands = Operands(
-            _planes(grad, problem.planes, problem.outputs, readonly=True),
-            None if index is None else _planes(index, problem.planes, problem.outputs, readonly=True),
-            _planes(target, problem.planes, problem.cells, readonly=False),
-        )
-        bad = _candidate(problem, self.algorithm).run(self, operands, scratch)
-        if bad and index is not None:
-            raise index_error(problem, index)
-        if target is not out:
-            np.copyto(out, target)
+    def _fill(self, arrays: Operands, rooms: list[NDArray[Any]]) -> None:
+        """Pack what kernels cannot take, run the candidate, unpack the result."""
+        scratch, packing = rooms[: len(self.blocks)], rooms[len(self.blocks) :]
+        packed = operands.pack(arrays, packing)
+        candidate = _candidate(self.problem, self.algorithm)
+        bad = candidate.run(self, operands.as_planes(packed, self.problem), scratch)
+        if bad and packed.indices is not None:
+            raise operands.index_error(self.problem, packed.indices)
+        if packed.out is not arrays.out:
+            np.copyto(arrays.out, packed.out)
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _is_plain(array: NDArray[Any]) -> bool:
-    """Whether kernels can take an array as it is."""
-    return array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
-
-
-def _planes(array: NDArray[Any], planes: int, length: int, *, readonly: bool) -> NDArray[Any]:
-    """View an array as (planes, length), 16-bit floats as the integers that carry them: uint16 float16, int16 bfloat16.
-
-    Inputs are always read-only here: Numba would compile once more for those that the caller made so.
-    """
-    if array.dtype.itemsize == 2:
-        array = array.view(np.uint16 if array.dtype == np.float16 else np.int16)
-    view = array.reshape(planes, length)
-    view.flags.writeable = not readonly
-    return view
-
-
-def _buffer_size(blocks: tuple[Block, ...]) -> int:
-    size = sum(block.nbytes for block in blocks)
-    return size + _ALIGNMENT - 1 if size else 0  # the caller's buffer may start anywhere
-
-
-def _workspace(workspace: Any, size: int, others: tuple[NDArray[Any], ...]) -> NDArray[np.uint8]:
-    """Check the caller's scratch, or allocate it."""
-    if workspace is None:
-        return np.empty(size, np.uint8)
-    try:
-        view = memoryview(workspace)
-        buffer: NDArray[np.uint8] = np.frombuffer(view, np.uint8)
-    except (TypeError, ValueError, BufferError) as error:
-        raise PoolGradTypeError(f"workspace: got {type(workspace).__name__}, wanted a buffer: {error}") from error
-    if view.readonly:
-        raise PoolGradValueError("workspace: got a read-only buffer, wanted a writable one")
-    if buffer.size < size:
-        raise PoolGradValueError(
-            f"workspace: got {buffer.size} bytes, wanted {size} (workspace_size_for these arrays; one that is not "
-            "C-contiguous is packed into the workspace)"
-        )
-    if any(share_memory(buffer, other) for other in others):
-        raise PoolGradValueError("workspace: got a buffer that shares memory with an operand")
-    return buffer
-
-
-def _carve(buffer: NDArray[np.uint8], blocks: tuple[Block, ...]) -> list[NDArray[Any]]:
-    """Cut scratch arrays out of a buffer, each aligned."""
-    offset = -buffer.ctypes.data % _ALIGNMENT if buffer.size else 0
-    arrays: list[NDArray[Any]] = []
-    for block in blocks:
-        if block.nbytes:
-            arrays.append(np.ndarray(block.shape, block.dtype, buffer, offset))
-            offset += block.nbytes
-        else:
-            arrays.append(np.empty(block.shape, block.dtype))
-    return arrays
 
 
 def _candidate(problem: Problem, name: str) -> Candidate:
@@ -341,7 +245,7 @@ def make_plan(
     *,
     input_shape: Any,
     dtype: DTypeLike = np.float32,
-    index_dtype: DTypeLike = np.int64,
+    index_dtype: DTypeLike | None = None,
     algorithm: str | None = None,
     deterministic: bool | None = None,
     num_threads: int | None = None,
@@ -357,8 +261,8 @@ def make_plan(
         Shape of the forward input, and of the result: (N, C, spatial...) or (C, spatial...).
     dtype : dtype
         float32, float64, float16 or bfloat16.
-    index_dtype : dtype
-        int32 or int64; only max pooling has indices.
+    index_dtype : dtype, optional
+        int32 or int64 (the default); only max pooling has indices.
     algorithm : str, optional
         Name of the candidate to run, whatever the problem; for tests and measurements.
     deterministic : bool, optional
@@ -388,13 +292,16 @@ def make_plan(
     array([0.125, 0.125, 0.125, 0.125], dtype=float32)
     """
     if not isinstance(operator, str) or operator not in OPS:
-        raise PoolGradValueError(f"operator: got {operator!r}, wanted one of {', '.join(sorted(OPS))}")
-    problem = describe(
-        OPS[operator].signature, input_shape, parameters, (dtype, index_dtype), (deterministic, num_threads)
-    )
+        raise PoolGradValueError(f"operator: got {show(operator)}, wanted one of {', '.join(sorted(OPS))}")
     if not isinstance(algorithm, str | None):
-        raise PoolGradTypeError(f"algorithm: got {algorithm!r}, wanted the name of a candidate or None")
-    return _plan(problem, algorithm)
+        raise PoolGradTypeError(f"algorithm: got {show(algorithm)}, wanted the name of a candidate or None")
+    signature = OPS[operator].signature
+    dtypes = {"dtype": dtype}
+    if signature.indexed:
+        dtypes["index_dtype"] = np.int64 if index_dtype is None else index_dtype
+    elif index_dtype is not None:
+        raise PoolGradTypeError(f"index_dtype: got {show(index_dtype)}, but {operator} takes no indices")
+    return _plan(describe(signature, input_shape, parameters, (deterministic, num_threads), dtypes), algorithm)
 
 
 def apply(
@@ -407,17 +314,15 @@ def apply(
     settings: tuple[bool | None, int | None],
 ) -> NDArray[Any]:
     """Run an operator once, as its public function does: plan it, or find the plan, and run it."""
-    grad = as_array("grad_output", grad_output)
-    index = as_array("indices", indices) if operator.signature.indexed else None
-    problem = describe(
-        operator.signature,
-        input_shape,
-        parameters,
-        (grad.dtype, None if index is None else index.dtype),
-        settings,
-        (grad.shape, None if index is None else index.shape),
-    )
-    return _plan(problem, None).run(grad, index, out=out)
+    arrays = {"grad_output": operands.as_array("grad_output", grad_output)}
+    if operator.signature.indexed:
+        arrays["indices"] = operands.as_array("indices", indices)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    dtypes = {name: array.dtype for name, array in arrays.items()}
+    if out is not None:
+        shapes["out"] = operands.as_out(out).shape
+    problem = describe(operator.signature, input_shape, parameters, settings, dtypes, shapes)
+    return _plan(problem, None).run(arrays["grad_output"], arrays.get("indices"), out=out)
 
 
 @lru_cache(maxsize=1024)
@@ -429,7 +334,7 @@ def _plan(problem: Problem, algorithm: str | None) -> Plan:
     if algorithm is None:
         chosen = next(c for c, (_, verdict) in zip(candidates, verdicts, strict=True) if verdict.takes)
         # A small problem is not worth many threads; a candidate that was asked for by name gets all of them.
-        most = max(1, problem.planes * (problem.cells + problem.outputs) // _GRAIN)
+        most = useful_workers(problem)
     else:
         chosen = _named(operator, algorithm, problem)
         most = problem.num_threads

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 
 import poolgrad_numba as pg
 from poolgrad_numba import config
+from support import forget_environment
 
 # Kernels compile inside the first examples, so time says nothing about an example.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -20,8 +21,8 @@ def fresh_settings(monkeypatch):
     """Each test starts from the defaults, and may set the environment."""
     monkeypatch.delenv(config.DETERMINISTIC_VARIABLE, raising=False)
     monkeypatch.delenv(config.NUM_THREADS_VARIABLE, raising=False)
-    config._environment.cache_clear()
+    forget_environment()
     pg.set_config(deterministic=None, num_threads=None)
     yield
     pg.set_config(deterministic=None, num_threads=None)
-    config._environment.cache_clear()
+    forget_environment()

@@ -9,6 +9,7 @@ import numpy as np
 
 import cases
 import poolgrad_numba as pg
+from poolgrad_numba import config
 from poolgrad_numba.plan import OPS
 
 THREADS = (1, 2, 3, 8)
@@ -20,6 +21,12 @@ def same_bits(a, b):
     integers = np.dtype(f"u{a.itemsize}")
     equal = (a.view(integers) == b.view(integers)) | (np.isnan(a) & np.isnan(b))
     return a.shape == b.shape and a.dtype == b.dtype and bool(equal.all())
+
+
+def forget_environment():
+    """Make the configuration read the environment anew."""
+    config._environment_mode.cache_clear()
+    config._environment_threads.cache_clear()
 
 
 def algorithms(operator, *, deterministic):
@@ -41,7 +48,7 @@ def plan_for(case, dtype=np.float32, index_dtype=np.int64, **options):
         case.operator,
         input_shape=case.input_shape,
         dtype=dtype,
-        index_dtype=index_dtype,
+        index_dtype=index_dtype if case.indexed else None,
         **case.plan_parameters,
         **options,
     )

@@ -17,12 +17,14 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ARROWS = {
     "errors": set(),
     "geometry": set(),
-    "config": {"errors"},
+    "values": {"errors"},
+    "config": {"errors", "values"},
     "kernels": set(),
-    "launch": {"config", "kernels"},
-    "problem": {"config", "errors", "geometry"},
-    "plan": {"errors", "problem"},
-    "ops": {"kernels", "launch", "plan", "problem"},
+    "launch": {"config", "errors", "kernels"},
+    "problem": {"config", "errors", "geometry", "values"},
+    "operands": {"errors", "problem", "values"},
+    "plan": {"errors", "operands", "problem", "values"},
+    "ops": {"kernels", "launch", "operands", "plan", "problem"},
     "__init__": {"config", "errors", "ops", "plan"},
     "cli": {"__init__", "config", "errors", "geometry", "kernels", "ops", "plan", "problem"},
     "__main__": {"cli"},
@@ -30,10 +32,12 @@ ARROWS = {
 OUTSIDE = {
     "errors": set(),
     "geometry": set(),
-    "config": {"numba", "numpy"},
+    "values": {"numpy"},
+    "config": {"numba"},
     "kernels": {"numba", "numpy", "llvmlite"},
     "launch": {"numba"},
     "problem": {"numpy", "ml_dtypes"},
+    "operands": {"numpy"},
     "plan": {"numpy"},
     "ops": {"numpy"},
     "__init__": set(),
@@ -85,7 +89,6 @@ def test_imports_follow_the_arrows(path):
 def test_the_arrows_make_no_circle():
     done = set()
     while len(done) < len(ARROWS):
-        free = {name for name, targets in ARROWS.items() if name not in done and targets <= done | {"ops"} - {name}}
         free = {name for name, targets in ARROWS.items() if name not in done and targets <= done}
         assert free, f"a circle among {set(ARROWS) - done}"
         done |= free

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,35 @@ def test_damaged_cache_files_cost_a_warning_not_a_call(tmp_path, garbage):
     assert all("kernels are compiled anew" in text for text in again["warnings"])
 
 
+def test_a_file_that_is_not_its_keys_is_no_entry(tmp_path):
+    """Numba's own index can point at another dtype's machine code after a full disk, a kill or a race."""
+    both = RUN.replace("np.float32)", "DTYPE)").replace("num_threads=threads,", "num_threads=1, dtype=DTYPE,")
+    for dtype in ("np.float16", "np.float64"):
+        python(both.replace("DTYPE", dtype), NUMBA_CACHE_DIR=str(tmp_path))
+    files = sorted(tmp_path.rglob("*plane_scatter*.nbc"))
+    assert len(files) == 2
+    first, second = (file.read_bytes() for file in files)
+    files[0].write_bytes(second)
+    files[1].write_bytes(first)
+    for dtype in ("np.float16", "np.float64"):
+        found = json.loads(python(both.replace("DTYPE", dtype), NUMBA_CACHE_DIR=str(tmp_path)))
+        assert found["hits"] == [0, 0]
+        assert found["result"] == [0, 1, 0, 0, 0, 1, 0, 0]
+        assert not found["warnings"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no file size limit to set")
+def test_a_full_disk_costs_a_warning_not_a_call(tmp_path):
+    full = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    full += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + RUN
+    found = json.loads(python(full, NUMBA_CACHE_DIR=str(tmp_path)))
+    assert found["result"] == [0, 1, 0, 0, 0, 1, 0, 0]
+    assert len(found["warnings"]) == 2  # one a flavour, each of which has a cache
+    assert run(tmp_path)["hits"] == [0, 0]
+    assert run(tmp_path)["hits"] == [1, 1]
+
+
+@pytest.mark.trap("T35")
 def test_no_place_for_a_cache(tmp_path):
     file = tmp_path / "a file, not a folder"
     file.write_text("")

@@ -50,6 +50,62 @@ def test_a_plan_from_a_larger_machine_runs():
     assert calls == [("parallel", 1000, numba.config.NUMBA_NUM_THREADS)]
 
 
+def test_asking_for_the_configuration_or_a_plan_starts_no_thread():
+    python("""
+import poolgrad_numba as pg
+from poolgrad_numba.config import pool_is_up
+pg.get_config()
+pg.make_plan("avg_pool3d_backward", input_shape=(8, 8, 8, 16, 16), kernel_size=2)
+assert not pool_is_up()
+""")
+
+
+def test_a_layer_that_is_not_there_is_a_clear_error():
+    out = python("""
+import numba, numpy as np, poolgrad_numba as pg
+def run(threads):
+    shape = (8, 8, 8, 64, 64)
+    return pg.avg_pool3d_backward(np.ones((8, 8, 4, 32, 32), np.float32), shape, 2, num_threads=threads)
+assert (run(1) == 0.125).all()
+try:
+    run(2)
+except pg.PoolGradError as error:
+    assert "num_threads=1 needs none" in str(error) and error.status == 361001
+    print("refused")
+else:
+    assert numba.threading_layer() == "tbb"
+    print("refused")
+""", NUMBA_THREADING_LAYER="tbb")  # fmt: skip
+    assert out.strip() == "refused"
+
+
+def test_compilation_switched_off_is_a_clear_error():
+    python("""
+import numpy as np, poolgrad_numba as pg
+try:
+    pg.avg_pool3d_backward(np.ones((1, 1, 1, 1), np.float32), (1, 1, 1, 1), 1)
+except pg.PoolGradError as error:
+    assert "NUMBA_DISABLE_JIT" in str(error)
+else:
+    raise SystemExit(1)
+""", NUMBA_DISABLE_JIT="1")  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+def test_a_child_forked_before_any_thread_may_use_threads():
+    out = python("""
+import os
+import poolgrad_numba
+from poolgrad_numba import launch
+child = os.fork()
+if child == 0:
+    os._exit(7 if launch._forked else 0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+""")
+    assert out.split() == ["0"]
+
+
+@pytest.mark.trap("T34")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_a_forked_child_computes_the_same_bytes(tmp_path):
     out = python(f"""
@@ -70,6 +126,7 @@ assert plan.run(grad, indices).tobytes() == want
     assert out.split() == ["0"]
 
 
+@pytest.mark.trap("T33")
 @pytest.mark.parametrize("layer", ["omp", "workqueue"])
 def test_layers_give_the_same_bytes_from_several_threads(layer, tmp_path):
     grad, indices = CASE.rough_gradient(), CASE.indices()

@@ -130,12 +130,12 @@ def flushing():
 
     @njit
     def set_mode(mode):
-        numeric.restore_subnormals(mode)
+        numeric.leave_ieee_mode(mode)
 
     @njit
     def get_mode():
-        mode = numeric.keep_subnormals()
-        numeric.restore_subnormals(mode)
+        mode = numeric.enter_ieee_mode()
+        numeric.leave_ieee_mode(mode)
         return mode
 
     @njit
@@ -178,6 +178,37 @@ def test_t29_subnormals_are_kept_whatever_the_caller_flushes(flushing, dtype, th
             deterministic=True, num_threads=threads, algorithm=name,
         )  # fmt: skip
         assert (plan.run(grad.reshape(8, 1, 32, 32)).view(bits) == 5).all()
+
+
+@needs_flush
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_the_callers_rounding_does_not_matter(threads):
+    """Rounding upward in the calling thread alone once gave half of the planes other bits than the rest."""
+
+    @njit
+    def set_mode(mode):
+        numeric.leave_ieee_mode(mode)
+
+    @njit
+    def get_mode():
+        mode = numeric.enter_ieee_mode()
+        numeric.leave_ieee_mode(mode)
+        return mode
+
+    upward = 0x4000 if FLUSH == 0x8040 else 1 << 22
+    case = cases.Case("rounding", cases.ADAPTIVE2D, (1, 8, 8, 8), output_size=(9, 9))
+    grad, indices = np.full(case.output_shape, np.float32(0.1)), np.zeros(case.output_shape, np.int64)
+    for name in algorithms(case.operator, deterministic=True):
+        plan = plan_for(case, deterministic=True, num_threads=threads, algorithm=name)
+        want = plan.run(grad, indices)
+        normal = get_mode()
+        set_mode(np.uint64(normal | upward))
+        try:
+            got = plan.run(grad, indices)
+            assert get_mode() & upward == upward
+        finally:
+            set_mode(np.uint64(normal))
+        assert same_bits(got, want)
 
 
 @needs_flush

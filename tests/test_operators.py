@@ -280,7 +280,7 @@ def test_generated_problems(operator, data):
         operator,
         input_shape=input_shape,
         dtype=grad.dtype,
-        index_dtype=np.int64 if indices is None else indices.dtype,
+        index_dtype=None if indices is None else indices.dtype,
         deterministic=deterministic,
         num_threads=threads,
         algorithm=name,
@@ -341,3 +341,33 @@ def test_generated_bad_indices(operator, data):
         assert f"got {indices[first]} at position {where}, wanted 0 to {cells - 1} " in str(error.value)
     assert np.array_equal(before[0], indices)
     assert np.array_equal(before[1], grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["tile_gather", "tile_spread"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_averages_work_on_rounds_of_planes(monkeypatch, name, dtype):
+    """Scratch stays small however many planes there are; the last round may be shorter."""
+    from poolgrad_numba.ops import averaged
+
+    for planes in (5, 2, 1):
+        monkeypatch.setattr(averaged, "_planes_a_round", lambda *_, planes=planes: planes)
+        case = cases.Case("rounds", cases.AVG3D, (1, 5, 4, 5, 6 + planes), {"kernel_size": 3, "stride": 1})
+        plan = plan_for(case, dtype, algorithm=name, num_threads=3)
+        assert planes in {block.shape[0] for block in plan.blocks}
+        grad = case.rough_gradient(dtype)
+        assert reference.within_bound(plan.run(grad), case.operator, grad, case.input_shape, **case.parameters)
+
+
+def test_scratch_of_averages_is_bounded():
+    for deterministic in (False, True):
+        for threads in (1, 8):
+            plan = pg.make_plan(
+                cases.AVG3D,
+                input_shape=(64, 8, 128, 128, 128),
+                kernel_size=3,
+                stride=1,
+                padding=1,
+                deterministic=deterministic,
+                num_threads=threads,
+            )
+            assert plan.workspace_size < 80 << 20

@@ -76,16 +76,17 @@ def run(job: Job) -> int:
     """Run one job on tiny input; gives the number of workers, which on one core is 1 whatever was asked for."""
     signature = OPS[job.operator].signature
     size = (_CELLS,) * signature.spatial
-    window: dict[str, Any] = {"output_size": size} if signature.adaptive else {"kernel_size": 1}
+    options: dict[str, Any] = {"output_size": size} if signature.adaptive else {"kernel_size": 1}
+    if signature.indexed:
+        options["index_dtype"] = job.index_dtype
     plan = make_plan(
         job.operator,
         input_shape=(_CHANNELS, *size),
         dtype=job.dtype,
-        index_dtype=job.index_dtype,
         algorithm=job.algorithm,
         deterministic=job.deterministic,
         num_threads=job.threads,
-        **window,
+        **options,
     )
     grad = np.zeros(plan.output_shape, plan.problem.dtype)
     plan.run(grad, np.zeros(plan.output_shape, plan.problem.index_dtype) if signature.indexed else None)

@@ -12,9 +12,9 @@ from importlib import resources
 
 import numba
 from numba import njit, prange
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-from poolgrad_numba.kernels.numeric import keep_subnormals, restore_subnormals
+from poolgrad_numba.kernels.numeric import enter_ieee_mode, leave_ieee_mode
 
 # nogil: other Python threads (streams, data loaders) go on while a kernel runs.
 _OPTIONS = {"error_model": "numpy", "nogil": True, "boundscheck": False, "fastmath": False}
@@ -25,11 +25,17 @@ helper = njit(**_OPTIONS)
 KERNELS = []  # all that there are
 
 
+@helper
+def share(worker, workers, total):
+    """Return the worker's contiguous part of ``range(total)``."""
+    return worker * total // workers, (worker + 1) * total // workers
+
+
 class Kernel:
     """A worker function, ``body(worker, workers, *arrays) -> int``, as a kernel of two flavours.
 
-    Workers must write disjoint cells (or add atomically), and may depend on nothing but their arguments. Subnormals
-    are kept while a worker runs, whatever its thread had set.
+    Workers must write disjoint cells (or add atomically), and may depend on nothing but their arguments. While a
+    worker runs, arithmetic is IEEE's (to nearest, subnormals kept), whatever its thread had set.
 
     A flavour is called as ``flavour(workers, *arrays)``. Both run the body for every worker and sum what
     it returns; ``parallel`` spreads the workers over Numba's threads, ``serial`` runs them in turn on the calling
@@ -61,18 +67,15 @@ class Kernel:
             return self._flavours[parallel]
 
 
-kernel = Kernel  # the decorator's name
-
-
 def _dispatcher(body, parallel):
     run = helper(body)
 
     def drive(workers, *arrays):
         total = 0
         for worker in prange(workers):
-            mode = keep_subnormals()
+            mode = enter_ieee_mode()
             total += run(worker, workers, *arrays)
-            restore_subnormals(mode)
+            leave_ieee_mode(mode)
         return total
 
     drive.__name__, drive.__qualname__, drive.__module__ = body.__name__, body.__qualname__, body.__module__
@@ -94,6 +97,28 @@ def sources_digest():
     return digest.hexdigest()
 
 
+class _CacheFile(IndexDataCacheFile):
+    """One file an entry, which holds its own key.
+
+    Numba's index tells which numbered file holds an entry, and a full disk, a kill or two processes at once can make
+    it tell wrong: one dtype's machine code for another's data. A file that is not its key's is no entry.
+    """
+
+    def save(self, key, data):
+        self._save_data(self._name_of(key), (key, data))
+
+    def load(self, key):
+        try:
+            found, data = self._load_data(self._name_of(key))
+        except FileNotFoundError:
+            return None
+        return data if found == key else None
+
+    def _name_of(self, key):
+        _digest, *rest = key  # left out of the name, so that a new version overwrites the old one's files
+        return self._data_name(int(hashlib.sha256(repr(rest).encode()).hexdigest()[:16], 16))
+
+
 class _KernelCache(FunctionCache):
     """Numba's disk cache, with a key that sees every kernel source and the flavour, and that never fails a call.
 
@@ -102,11 +127,12 @@ class _KernelCache(FunctionCache):
     """
 
     def __init__(self, py_func, parallel):
-        self._flavour = (py_func.__module__, py_func.__qualname__, parallel)
+        self._identity = (py_func.__module__, py_func.__qualname__, parallel)
         super().__init__(py_func)
+        self._cache_file = _CacheFile(self._cache_path, self._impl.filename_base, None)
 
     def _index_key(self, sig, codegen):
-        return sig, codegen.magic_tuple(), self._flavour, sources_digest()
+        return sources_digest(), self._identity, repr(sig), codegen.magic_tuple()
 
     def _load_overload(self, sig, target_context):
         return self._guarded(super()._load_overload, sig, target_context)
@@ -119,10 +145,10 @@ class _KernelCache(FunctionCache):
         try:
             return act(*args)
         except Exception as error:  # noqa: BLE001
+            self.disable()
             warnings.warn(
                 f"the kernel cache at {self.cache_path} cannot be used ({error!r}); kernels are compiled anew",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            self.disable()
             return None

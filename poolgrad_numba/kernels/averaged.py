@@ -9,8 +9,7 @@ A term is ``grad[o] / divisor(o)``, computed once. The gather adds a cell's term
 flat output index; the spread adds them axis by axis: kw + kh + kd additions a cell in place of kw * kh * kd.
 """
 
-from poolgrad_numba.kernels._jit import helper, kernel
-from poolgrad_numba.kernels.indexed import share
+from poolgrad_numba.kernels._jit import Kernel, helper, share
 from poolgrad_numba.kernels.numeric import accumulator, finish, widen
 
 BLOCK = 4096
@@ -204,7 +203,7 @@ def deepen_rows(high, out, scratch, first, last, geometry):
 # -- each plane owned by one worker: scratch of one plane a worker, which stays in cache ------------------------
 
 
-@kernel
+@Kernel
 def plane_gather(worker, workers, grad, out, terms, scratch, numbers):
     """Each plane is owned by one worker, which divides once and gathers. terms: (workers, OD*OH, OW)."""
     geometry = unpack(numbers)
@@ -215,7 +214,7 @@ def plane_gather(worker, workers, grad, out, terms, scratch, numbers):
     return 0
 
 
-@kernel
+@Kernel
 def plane_spread(worker, workers, grad, out, terms, wide, high, scratch, numbers):
     """Each plane is owned by one worker, which spreads along W, H and D. wide, high: one plane a worker."""
     geometry = unpack(numbers)
@@ -237,7 +236,7 @@ def part(p, first, last, items):
     return max(first - p * items, 0), min(last - p * items, items)
 
 
-@kernel
+@Kernel
 def divide(worker, workers, grad, terms, numbers):
     """First stage of the gather inside planes: each worker owns a run of the term rows (planes, OD*OH, OW)."""
     geometry = unpack(numbers)
@@ -249,7 +248,7 @@ def divide(worker, workers, grad, terms, numbers):
     return 0
 
 
-@kernel
+@Kernel
 def gather(worker, workers, terms, out, scratch, numbers):
     """Second stage: each worker owns a run of input rows and gathers them in canonical order."""
     geometry = unpack(numbers)
@@ -261,7 +260,7 @@ def gather(worker, workers, terms, out, scratch, numbers):
     return 0
 
 
-@kernel
+@Kernel
 def spread_width(worker, workers, grad, terms, wide, numbers):
     """First stage of the spread inside planes: each worker owns a run of the rows of ``wide`` (planes, OD*OH, W)."""
     geometry = unpack(numbers)
@@ -273,7 +272,7 @@ def spread_width(worker, workers, grad, terms, wide, numbers):
     return 0
 
 
-@kernel
+@Kernel
 def spread_height(worker, workers, wide, high, numbers):
     """Second stage: each worker owns a run of the rows of ``high`` (planes, OD*H, W)."""
     geometry = unpack(numbers)
@@ -285,7 +284,7 @@ def spread_height(worker, workers, wide, high, numbers):
     return 0
 
 
-@kernel
+@Kernel
 def spread_depth(worker, workers, high, out, scratch, numbers):
     """Third stage: each worker owns a run of input rows."""
     geometry = unpack(numbers)

@@ -7,17 +7,11 @@ are outside the plane, and writes nothing for them.
 
 import numpy as np
 
-from poolgrad_numba.kernels._jit import helper, kernel
+from poolgrad_numba.kernels._jit import Kernel, share
 from poolgrad_numba.kernels.numeric import accumulator, atomic_add, finish, narrow, widen
 
 
-@helper
-def share(worker, workers, total):
-    """Return the worker's contiguous part of ``range(total)``."""
-    return worker * total // workers, (worker + 1) * total // workers
-
-
-@kernel
+@Kernel
 def plane_scatter(worker, workers, grad, index, out, scratch):
     """Each plane is owned by one worker, which adds its outputs in ascending order.
 
@@ -41,7 +35,7 @@ def plane_scatter(worker, workers, grad, index, out, scratch):
     return bad
 
 
-@kernel
+@Kernel
 def segment_ranges(worker, workers, index, cells, segment, tile, low, high, visits):
     """Record each segment's lowest and highest index; segments are runs of ``segment`` outputs of one plane.
 
@@ -68,7 +62,7 @@ def segment_ranges(worker, workers, index, cells, segment, tile, low, high, visi
     return bad
 
 
-@kernel
+@Kernel
 def tile_reduce(worker, workers, grad, index, out, segment, tile, low, high, scratch):
     """Each tile, a run of ``tile`` cells of one plane, is owned by one worker, which adds what reaches it in order.
 
@@ -95,7 +89,7 @@ def tile_reduce(worker, workers, grad, index, out, segment, tile, low, high, scr
     return 0
 
 
-@kernel
+@Kernel
 def fill_zero(worker, workers, cells):
     """Each worker zeroes its part of the flat array ``cells``."""
     first, last = share(worker, workers, cells.size)
@@ -103,7 +97,7 @@ def fill_zero(worker, workers, cells):
     return 0
 
 
-@kernel
+@Kernel
 def atomic_scatter(worker, workers, grad, index, acc):
     """Outputs are shared out over workers, which add atomically into the zeroed ``acc`` (planes, cells)."""
     planes, outputs = grad.shape
@@ -124,7 +118,7 @@ def atomic_scatter(worker, workers, grad, index, acc):
     return bad
 
 
-@kernel
+@Kernel
 def round_cells(worker, workers, acc, out):
     """Each worker rounds its part of the flat ``acc`` into the 16-bit ``out``."""
     first, last = share(worker, workers, out.size)

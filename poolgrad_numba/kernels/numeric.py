@@ -1,4 +1,4 @@
-"""Numbers as the kernels need them: 16-bit floats, atomic addition, subnormals, accumulators.
+"""Numbers as the kernels need them: IEEE arithmetic, atomic addition, 16-bit floats, accumulators.
 
 float32 and float64 accumulate in themselves; float16 (as ``uint16``) and bfloat16 (as ``int16``) in float32.
 """
@@ -10,8 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload, register_jitable
 
-_FTZ_DAZ = 0x8040  # MXCSR: flush results to zero, treat operands as zero
-_FZ = 1 << 24  # FPCR: the same on AArch64
+_ARM = ("aarch64", "arm64")
 
 
 def _machine(context):
@@ -23,10 +22,15 @@ def _machine(context):
 def half_in_hardware(context: Any) -> bool:
     """Whether code for this target converts float16 by instructions: F16C, or any AArch64."""
     architecture, features = _machine(context)
-    return architecture in ("aarch64", "arm64") or (architecture == "x86_64" and "+f16c" in features)
+    return architecture in _ARM or (architecture == "x86_64" and "+f16c" in features)
 
 
-# -- subnormals ------------------------------------------------------------------------------------------------
+# -- floating-point environment ----------------------------------------------------------------------------------
+
+# Round to nearest even, keep subnormals, no traps. MXCSR (x86-64) has a mask bit for each of six exceptions; in FPCR
+# (AArch64) all is off, the alternative half format too.
+_IEEE_MXCSR = 0x1F80
+_IEEE_FPCR = 0
 
 
 def _mxcsr(builder, name, slot):
@@ -35,50 +39,53 @@ def _mxcsr(builder, name, slot):
     builder.call(function, [builder.bitcast(slot, pointer)])
 
 
-def _fpcr(builder, name, *args):
-    result, operands = (ir.VoidType(), [ir.IntType(64)]) if args else (ir.IntType(64), [])
-    function = builder.module.declare_intrinsic(f"llvm.aarch64.{name}.fpcr", fnty=ir.FunctionType(result, operands))
-    return builder.call(function, args)
+def _set_mode(context, builder, mode):
+    """Write the control register from a 64-bit value."""
+    architecture, _ = _machine(context)
+    if architecture == "x86_64":
+        slot = builder.alloca(ir.IntType(32))
+        builder.store(builder.trunc(mode, ir.IntType(32)), slot)
+        _mxcsr(builder, "ldmxcsr", slot)
+    elif architecture in _ARM:
+        signature = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.call(builder.module.declare_intrinsic("llvm.aarch64.set.fpcr", fnty=signature), [mode])
+
+
+def _get_mode(context, builder):
+    """Read the control register as a 64-bit value; 0 where there is none that is known."""
+    architecture, _ = _machine(context)
+    if architecture == "x86_64":
+        slot = builder.alloca(ir.IntType(32))
+        _mxcsr(builder, "stmxcsr", slot)
+        return builder.zext(builder.load(slot), ir.IntType(64))
+    if architecture in _ARM:
+        signature = ir.FunctionType(ir.IntType(64), [])
+        return builder.call(builder.module.declare_intrinsic("llvm.aarch64.get.fpcr", fnty=signature), [])
+    return ir.Constant(ir.IntType(64), 0)
 
 
 @intrinsic
-def keep_subnormals(typingctx):
-    """Stop this thread from flushing subnormals to zero; returns its former mode for `restore_subnormals`.
+def enter_ieee_mode(typingctx):
+    """Give this thread IEEE arithmetic whatever it had set; returns its former mode for `leave_ieee_mode`.
 
-    MXCSR on x86-64, FPCR on AArch64; elsewhere it does nothing, and the thread's own mode holds.
+    MXCSR on x86-64, FPCR on AArch64; elsewhere nothing is done, and the thread's own mode holds.
     """
 
     def generate(context, builder, signature, args):
-        architecture, _ = _machine(context)
-        word = ir.IntType(64)
-        if architecture == "x86_64":
-            slot = builder.alloca(ir.IntType(32))
-            _mxcsr(builder, "stmxcsr", slot)
-            mode = builder.load(slot)
-            builder.store(builder.and_(mode, ir.Constant(mode.type, ~_FTZ_DAZ & 0xFFFFFFFF)), slot)
-            _mxcsr(builder, "ldmxcsr", slot)
-            return builder.zext(mode, word)
-        if architecture in ("aarch64", "arm64"):
-            mode = _fpcr(builder, "get")
-            _fpcr(builder, "set", builder.and_(mode, ir.Constant(word, ~_FZ & (2**64 - 1))))
-            return mode
-        return ir.Constant(word, 0)
+        former = _get_mode(context, builder)
+        ieee = _IEEE_MXCSR if _machine(context)[0] == "x86_64" else _IEEE_FPCR
+        _set_mode(context, builder, ir.Constant(ir.IntType(64), ieee))
+        return former
 
     return types.uint64(), generate
 
 
 @intrinsic
-def restore_subnormals(typingctx, mode):
-    """Give the thread back the mode that `keep_subnormals` returned."""
+def leave_ieee_mode(typingctx, former):
+    """Give the thread back the mode that `enter_ieee_mode` returned."""
 
     def generate(context, builder, signature, args):
-        architecture, _ = _machine(context)
-        if architecture == "x86_64":
-            slot = builder.alloca(ir.IntType(32))
-            builder.store(builder.trunc(args[0], ir.IntType(32)), slot)
-            _mxcsr(builder, "ldmxcsr", slot)
-        elif architecture in ("aarch64", "arm64"):
-            _fpcr(builder, "set", args[0])
+        _set_mode(context, builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.uint64), generate

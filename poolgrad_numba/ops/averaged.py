@@ -9,8 +9,9 @@ import numpy as np
 
 from poolgrad_numba.kernels import averaged as kernels
 from poolgrad_numba.launch import launch
-from poolgrad_numba.ops.indexed import judge_planes
-from poolgrad_numba.plan import Block, Candidate, Operands, Plan, Verdict
+from poolgrad_numba.operands import Block, Operands
+from poolgrad_numba.ops.splits import judge_planes
+from poolgrad_numba.plan import Candidate, Plan, Verdict
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -83,6 +84,23 @@ def _rounding_room(problem: Problem, workers: int) -> Block:
     return Block((workers, block), problem.accumulator)
 
 
+# Tiles work on so many planes at a time that their scratch stays below this, and on one plane at least.
+_ROUND_BYTES: Final = 64 << 20
+
+
+def _planes_a_round(problem: Problem, rows: tuple[tuple[int, int], ...]) -> int:
+    """Planes whose scratch, ``rows`` of each, is made at a time."""
+    plane = sum(map(math.prod, rows)) * problem.accumulator.itemsize
+    return max(1, min(problem.planes, _ROUND_BYTES // plane))
+
+
+def _rounds(problem: Problem, scratch: NDArray[Any]) -> list[tuple[slice, slice]]:
+    """Planes of each round, and the part of the scratch that they fill; its first axis is planes."""
+    step = len(scratch)
+    starts = range(0, problem.planes, step)
+    return [(slice(p, p + step), slice(0, min(step, problem.planes - p))) for p in starts]
+
+
 def _row_pieces(problem: Problem) -> int:
     D, H, W = problem.input_size
     return problem.planes * D * H * -(-W // kernels.BLOCK)
@@ -129,17 +147,20 @@ class TileGather(Candidate):
         return _row_pieces(problem)
 
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
-        """All terms."""
-        terms = Block((problem.planes, *_term_rows(problem)), problem.accumulator)
+        """The terms of a round of planes."""
+        rows = _term_rows(problem)
+        terms = Block((_planes_a_round(problem, (rows,)), *rows), problem.accumulator)
         return terms, _rounding_room(problem, workers)
 
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
-        """Divide everything, then gather."""
+        """Divide, then gather, a round of planes at a time."""
         grad, out = _rows(plan.problem, operands)
         terms, room = scratch
         numbers = geometry(plan.problem)
-        launch(kernels.divide, plan.workers, grad, terms, numbers)
-        return launch(kernels.gather, plan.workers, terms, out, room, numbers)
+        for planes, used in _rounds(plan.problem, terms):
+            launch(kernels.divide, plan.workers, grad[planes], terms[used], numbers)
+            launch(kernels.gather, plan.workers, terms[used], out[planes], room, numbers)
+        return 0
 
 
 def _judge_spread(problem: Problem) -> Verdict:
@@ -192,17 +213,19 @@ class TileSpread(Candidate):
         return _row_pieces(problem)
 
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
-        """A row of terms for each worker, and all planes spread along W and along H."""
-        return _spread_scratch(problem, workers, problem.planes)
+        """A row of terms for each worker, and a round of planes spread along W and along H."""
+        return _spread_scratch(problem, workers, _planes_a_round(problem, (_wide_rows(problem), _high_rows(problem))))
 
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
-        """One kernel an axis."""
+        """One kernel an axis, a round of planes at a time."""
         grad, out = _rows(plan.problem, operands)
         terms, wide, high, room = scratch
         numbers = geometry(plan.problem)
-        launch(kernels.spread_width, plan.workers, grad, terms, wide, numbers)
-        launch(kernels.spread_height, plan.workers, wide, high, numbers)
-        return launch(kernels.spread_depth, plan.workers, high, out, room, numbers)
+        for planes, used in _rounds(plan.problem, wide):
+            launch(kernels.spread_width, plan.workers, grad[planes], terms, wide[used], numbers)
+            launch(kernels.spread_height, plan.workers, wide[used], high[used], numbers)
+            launch(kernels.spread_depth, plan.workers, high[used], out[planes], room, numbers)
+        return 0
 
 
 def _spread_scratch(problem: Problem, workers: int, slots: int) -> tuple[Block, ...]:

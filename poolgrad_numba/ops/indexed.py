@@ -8,7 +8,9 @@ import numpy as np
 
 from poolgrad_numba.kernels import indexed as kernels
 from poolgrad_numba.launch import launch
-from poolgrad_numba.plan import Block, Candidate, Operands, Plan, Verdict
+from poolgrad_numba.operands import Block, Operands
+from poolgrad_numba.ops.splits import judge_planes
+from poolgrad_numba.plan import Candidate, Plan, Verdict
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,10 +27,6 @@ _LARGEST_SEGMENT: Final = 16_384
 # An atomic addition costs some 5 ns. At one output for 256 cells tiles were 1.4 times as fast, at one for 4096 atomic
 # additions were 1.2 times as fast: they read the indices once.
 _SPARSE: Final = 1_024
-# Limits of a split by whole planes.
-_LARGEST_SCRATCH: Final = 262_144  # 1 MiB of float32 a worker: beyond it, the scratch of a plane leaves L2
-_TOO_SMALL_TO_SPLIT: Final = 32_768
-_BUSY: Final = 0.75
 
 
 def _in_place(problem: Problem) -> bool:
@@ -123,6 +121,10 @@ class AtomicScatter(Candidate):
 
     def judge(self, problem: Problem) -> Verdict:
         """Take sparse outputs: an atomic addition costs some 5 ns, a second pass over the indices much less."""
+        if problem.num_threads == 1:
+            return Verdict(False, "one thread collides with nobody")
+        if not _in_place(problem):
+            return Verdict(False, "16-bit results would need all cells in float32 first")
         share = problem.cells // max(problem.outputs, 1)
         if share < _SPARSE:
             return Verdict(
@@ -148,22 +150,6 @@ class AtomicScatter(Candidate):
         if acc is not out:
             launch(kernels.round_cells, plan.workers, acc.reshape(-1), out.reshape(-1))
         return bad
-
-
-def judge_planes(problem: Problem, scratch_cells: int) -> Verdict:
-    """Judge a split by whole planes: refuse where it leaves threads idle or needs scratch beyond the cache."""
-    planes, threads = problem.planes, problem.num_threads
-    if scratch_cells > _LARGEST_SCRATCH:
-        return Verdict(False, f"{scratch_cells} cells of float32 scratch a worker would leave the cache")
-    if threads == 1:
-        return Verdict(True, "one thread needs no finer split")
-    if planes * (problem.cells + problem.outputs) <= _TOO_SMALL_TO_SPLIT:
-        return Verdict(True, "the whole is too small to be worth a finer split")
-    rounds = -(-planes // threads)
-    busy = planes / (rounds * threads)
-    if busy < _BUSY:
-        return Verdict(False, f"{planes} planes on {threads} threads keep them only {busy:.0%} busy")
-    return Verdict(True, f"{planes} planes keep {threads} threads {busy:.0%} busy")
 
 
 FAST: Final = (PlaneScatter(), AtomicScatter(), TileReduce())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _declare(name: str, aclnn: str, spatial: int, parameters: tuple[str, ...] = ()) -> Operator:
-    signature = Signature(name, spatial, indexed=True, parameters=parameters)
+    signature = Signature(name, spatial, indexed=True, adaptive=not parameters, parameters=parameters)
     return register(Operator(signature, aclnn, fast=indexed.FAST, deterministic=indexed.DETERMINISTIC))
 
 

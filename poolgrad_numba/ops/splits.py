@@ -1,0 +1,29 @@
+"""When whole planes are a good split of the work, for both maps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from poolgrad_numba.plan import Verdict, useful_workers
+
+if TYPE_CHECKING:
+    from poolgrad_numba.problem import Problem
+
+_LARGEST_SCRATCH: Final = 262_144  # 1 MiB of float32 a worker: beyond it, the scratch of a plane leaves L2
+_BUSY: Final = 0.75
+
+
+def judge_planes(problem: Problem, scratch_cells: int) -> Verdict:
+    """Judge a split by whole planes: refuse where it leaves threads idle or needs scratch beyond the cache."""
+    planes, threads = problem.planes, problem.num_threads
+    if threads == 1:
+        return Verdict(True, "one thread needs no finer split")
+    if scratch_cells > _LARGEST_SCRATCH:
+        return Verdict(False, f"{scratch_cells} cells of scratch a worker would leave the cache")
+    if useful_workers(problem) == 1:
+        return Verdict(True, "the whole is too small to be worth a finer split")
+    rounds = -(-planes // threads)
+    busy = planes / (rounds * threads)
+    if busy < _BUSY:
+        return Verdict(False, f"{planes} planes on {threads} threads keep them only {busy:.0%} busy")
+    return Verdict(True, f"{planes} planes keep {threads} threads {busy:.0%} busy")
