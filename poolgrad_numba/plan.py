@@ -16,7 +16,7 @@ from poolgrad_numba.problem import Problem, Signature, describe
 from poolgrad_numba.values import show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import DTypeLike, NDArray
 
@@ -131,13 +131,16 @@ class Plan:
         """Bytes of scratch that a run needs beyond C-contiguous inputs and ``out``."""
         return operands.buffer_size(self.blocks)
 
-    def workspace_size_for(self, grad_output: Any, indices: Any = None, out: NDArray[Any] | None = None) -> int:
+    def workspace_size_for(self, grad_output: Any, indices: Any = None, out: Any = None) -> int:
         """Bytes of scratch for a run with these very arrays.
 
         More than ``workspace_size`` where one of them is not C-contiguous, aligned and in native byte order: it
         is then packed into the workspace.
         """
-        arrays = self._read(grad_output, indices, out)
+        return self.scratch_for(self._read(grad_output, indices, out))
+
+    def scratch_for(self, arrays: Sequence[NDArray[Any] | None]) -> int:
+        """Give what `workspace_size_for` gives, for (gradient, indices, result) that were checked already."""
         return operands.buffer_size(self.blocks + operands.packing(arrays))
 
     def run(
@@ -174,7 +177,13 @@ class Plan:
         PoolGradIndexError
             For an index outside its plane; the content of ``out`` is undefined.
         """
-        return self._run(*self._read(grad_output, indices, out), out, workspace)
+        grad, index, target = self._read(grad_output, indices, out)
+        size = self.scratch_for((grad, index, target))
+        buffer = operands.open_workspace(workspace, size, (grad, index, target))
+        if target is None:
+            target = out = np.empty(self.problem.input_shape, self.problem.dtype)
+        self.run_checked(Operands(grad, index, target), buffer)
+        return target if out is None else out
 
     def _read(
         self, grad_output: Any, indices: Any, out: Any
@@ -185,22 +194,18 @@ class Plan:
         operands.check(self.problem, grad, index, target)
         return grad, index, target
 
-    def _run(
-        self,
-        grad: NDArray[Any],
-        index: NDArray[Any] | None,
-        target: NDArray[Any] | None,
-        out: NDArray[Any] | None,
-        workspace: Any,
-    ) -> NDArray[Any]:
-        """Run on checked arrays; ``target`` is the plain array behind ``out``."""
-        blocks = self.blocks + operands.packing((grad, index, target))
-        buffer = operands.open_workspace(workspace, operands.buffer_size(blocks), (grad, index, target))
-        if target is None:
-            target = out = np.empty(self.problem.input_shape, self.problem.dtype)
-        if target.size:
-            self._fill(Operands(grad, index, target), operands.carve(buffer, blocks))
-        return target if out is None else out
+    def run_checked(self, arrays: Operands, buffer: NDArray[np.uint8]) -> None:
+        """Run on operands that were checked already, with a scratch buffer of `scratch_for` them."""
+        if not arrays.out.size:
+            return
+        rooms = operands.carve(buffer, self.blocks + operands.packing(arrays))
+        packed = operands.pack(arrays, rooms[len(self.blocks) :])
+        candidate = _candidate(self.problem, self.algorithm)
+        bad = candidate.run(self, operands.as_planes(packed, self.problem), rooms[: len(self.blocks)])
+        if bad and packed.indices is not None:
+            raise operands.index_error(self.problem, packed.indices)
+        if packed.out is not arrays.out:
+            np.copyto(arrays.out, packed.out)
 
     def explain(self) -> str:
         """Describe in plain words what runs, why it won, and why each other candidate was refused."""
@@ -218,17 +223,6 @@ class Plan:
             lines.append(f"  {self.algorithm} was asked for by name")
         lines.append(f"  {_count(self.workers, 'worker')}, {_count(self.workspace_size, 'byte')} of workspace")
         return "\n".join(lines)
-
-    def _fill(self, arrays: Operands, rooms: list[NDArray[Any]]) -> None:
-        """Pack what kernels cannot take, run the candidate, unpack the result."""
-        scratch, packing = rooms[: len(self.blocks)], rooms[len(self.blocks) :]
-        packed = operands.pack(arrays, packing)
-        candidate = _candidate(self.problem, self.algorithm)
-        bad = candidate.run(self, operands.as_planes(packed, self.problem), scratch)
-        if bad and packed.indices is not None:
-            raise operands.index_error(self.problem, packed.indices)
-        if packed.out is not arrays.out:
-            np.copyto(arrays.out, packed.out)
 
 
 def _count(number: int, noun: str) -> str:
@@ -321,8 +315,20 @@ def apply(
     dtypes = {name: array.dtype for name, array in arrays.items()}
     if out is not None:
         shapes["out"] = operands.as_out(out).shape
-    problem = describe(operator.signature, input_shape, parameters, settings, dtypes, shapes)
-    return _plan(problem, None).run(arrays["grad_output"], arrays.get("indices"), out=out)
+    plan = plan_call(operator, input_shape, parameters, settings, dtypes, shapes)
+    return plan.run(arrays["grad_output"], arrays.get("indices"), out=out)
+
+
+def plan_call(
+    operator: Operator,
+    input_shape: Any,
+    parameters: Mapping[str, Any],
+    settings: tuple[bool | None, int | None],
+    dtypes: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Plan:
+    """Plan a call from its arguments and what is known of its operands; see `describe`."""
+    return _plan(describe(operator.signature, input_shape, parameters, settings, dtypes, shapes), None)
 
 
 @lru_cache(maxsize=1024)
