@@ -10,9 +10,9 @@ import sys
 import time
 
 import numpy as np
-from peers import interleaved
 
 import poolgrad_numba as pg
+from peers import interleaved
 from poolgrad_numba import aclnn
 
 
