@@ -1,8 +1,10 @@
 """The two-phase face: every row of the status table for every operator, workspaces, and what comes out."""
 
 import enum
+import gc
 import inspect
 import tracemalloc
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -612,3 +614,20 @@ def test_the_python_face_and_this_one_agree_on_a_named_case():
     assert status == 0
     assert aclnn.aclnnAvgPool3dBackward(bytearray(size), size, executor, None) == 0
     assert same_bits(out, call(case, grad))
+
+
+@EACH
+@pytest.mark.parametrize("destroy", [False, True])
+def test_a_used_or_destroyed_executor_keeps_no_storage_alive(name, destroy):
+    first, second = phases(name)
+    given = arguments(name)
+    alive = weakref.ref(given[result_name(name)])
+    size, executor, _ = first(**given)
+    del given
+    assert alive() is not None
+    if destroy:
+        assert aclnn.aclDestroyAclOpExecutor(executor) == 0
+    else:
+        assert second(np.empty(size, np.uint8), size, executor, None) == 0
+    gc.collect()
+    assert alive() is None
