@@ -213,15 +213,20 @@ class Plan:
         mode = "deterministic" if problem.deterministic else "fast"
         lines = [
             f"{problem.signature.name}, {mode} mode, at most {_count(problem.num_threads, 'thread')}",
-            f"  {problem.dtype.name} grad_output {problem.output_shape} -> grad_input {problem.input_shape}",
-            f"  {_count(problem.planes, 'plane')} of {_count(problem.cells, 'cell')}, {problem.outputs} outputs each",
+            f"  grad_output {problem.dtype.name} {problem.output_shape} -> grad_input {problem.input_shape}",
+            f"  {_count(problem.planes, 'plane')} of {_count(problem.cells, 'cell')} and "
+            + _count(problem.outputs, "output"),
+            "candidates, the preferred one first:",
         ]
+        width = max(len(name) for name, _ in self.verdicts)
         for name, verdict in self.verdicts:
             mark = "runs" if name == self.algorithm else ("could run" if verdict.takes else "refused")
-            lines.append(f"  {name}: {mark}; {_candidate(problem, name).how}; {verdict.why}")
-        if self.forced:
-            lines.append(f"  {self.algorithm} was asked for by name")
-        lines.append(f"  {_count(self.workers, 'worker')}, {_count(self.workspace_size, 'byte')} of workspace")
+            lines.append(f"  {name:<{width}}  {mark}: {verdict.why}")
+        forced = ", asked for by name" if self.forced else ""
+        lines += [
+            f"{self.algorithm}{forced}: {_candidate(problem, self.algorithm).how}",
+            f"  {_count(self.workers, 'worker')}, {_count(self.workspace_size, 'byte')} of workspace",
+        ]
         return "\n".join(lines)
 
 

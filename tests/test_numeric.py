@@ -124,19 +124,21 @@ FLUSH = {"x86_64": 0x8040, "AMD64": 0x8040, "aarch64": 1 << 24, "arm64": 1 << 24
 needs_flush = pytest.mark.skipif(not FLUSH, reason="no way to flush subnormals to zero on this architecture")
 
 
+@njit
+def set_mode(mode):
+    numeric.leave_ieee_mode(mode)
+
+
+@njit
+def get_mode():
+    mode = numeric.enter_ieee_mode()
+    numeric.leave_ieee_mode(mode)
+    return mode
+
+
 @pytest.fixture
 def flushing():
     """Make the calling thread flush subnormals to zero, as ``torch.set_flush_denormal(True)`` does."""
-
-    @njit
-    def set_mode(mode):
-        numeric.leave_ieee_mode(mode)
-
-    @njit
-    def get_mode():
-        mode = numeric.enter_ieee_mode()
-        numeric.leave_ieee_mode(mode)
-        return mode
 
     @njit
     def halve(x):
@@ -184,16 +186,6 @@ def test_t29_subnormals_are_kept_whatever_the_caller_flushes(flushing, dtype, th
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_the_callers_rounding_does_not_matter(threads):
     """Rounding upward in the calling thread alone once gave half of the planes other bits than the rest."""
-
-    @njit
-    def set_mode(mode):
-        numeric.leave_ieee_mode(mode)
-
-    @njit
-    def get_mode():
-        mode = numeric.enter_ieee_mode()
-        numeric.leave_ieee_mode(mode)
-        return mode
 
     upward = 0x4000 if FLUSH == 0x8040 else 1 << 22
     case = cases.Case("rounding", cases.ADAPTIVE2D, (1, 8, 8, 8), output_size=(9, 9))

@@ -181,7 +181,8 @@ class PlaneSpread(Candidate):
         verdict = _judge_spread(problem)
         cells = math.prod(_wide_rows(problem)) + math.prod(_high_rows(problem))
         planes = judge_planes(problem, scratch_cells=cells)
-        return Verdict(planes.takes, f"{verdict.why}, {planes.why}") if verdict.takes else verdict
+        joint = "and" if planes.takes else "but"
+        return Verdict(planes.takes, f"{verdict.why}, {joint} {planes.why}") if verdict.takes else verdict
 
     def pieces(self, problem: Problem) -> int:
         """Planes."""

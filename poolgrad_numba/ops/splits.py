@@ -25,5 +25,5 @@ def judge_planes(problem: Problem, scratch_cells: int) -> Verdict:
     rounds = -(-planes // threads)
     busy = planes / (rounds * threads)
     if busy < _BUSY:
-        return Verdict(False, f"{planes} planes on {threads} threads keep them only {busy:.0%} busy")
+        return Verdict(False, f"{planes} in all, whole planes keep {threads} threads only {busy:.0%} busy")
     return Verdict(True, f"{planes} planes keep {threads} threads {busy:.0%} busy")
