@@ -68,6 +68,16 @@ class _Settings:
 
 _process = _Settings()
 _process_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _process_lock  # noqa: PLW0603
+    _process_lock = threading.Lock()  # another thread may have held the old one when this process was forked
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
 _UNSET: Final = _Settings()
 _context: ContextVar[_Settings] = ContextVar("poolgrad_numba_settings", default=_UNSET)
 

@@ -151,3 +151,39 @@ np.save({str(path)!r}, results[0])
 
 def test_this_suite_runs_with_more_threads_than_one():
     assert numba.config.NUMBA_NUM_THREADS >= 8, f"set before Numba was imported? {sys.modules.keys() & {'numba'}}"
+
+
+@pytest.mark.trap("T34")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+def test_t34_a_child_forked_while_another_thread_compiles(tmp_path):
+    """The child has its own compilation to do, and must not wait for one that nobody there is at."""
+    out = python("""
+import os, threading, time
+import numpy as np
+import poolgrad_numba as pg
+from numba.core.compiler_lock import global_compiler_lock
+
+def average(dtype):
+    return pg.avg_pool3d_backward(np.ones((1, 1, 1, 1), dtype), (1, 2, 2, 2), 2, num_threads=1)
+
+compiling = threading.Thread(target=average, args=(np.float32,))
+compiling.start()
+while global_compiler_lock._lock.acquire(blocking=False):
+    global_compiler_lock._lock.release()
+    time.sleep(0.001)
+child = os.fork()
+if child == 0:
+    os._exit(0 if (average(np.float64) == 0.125).all() else 5)
+deadline = time.monotonic() + 60
+while time.monotonic() < deadline:
+    done, status = os.waitpid(child, os.WNOHANG)
+    if done:
+        print(os.waitstatus_to_exitcode(status))
+        break
+    time.sleep(0.05)
+else:
+    os.kill(child, 9)
+    print("hung")
+compiling.join()
+""", NUMBA_CACHE_DIR=str(tmp_path))  # fmt: skip
+    assert out.split() == ["0"]

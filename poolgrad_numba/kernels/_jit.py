@@ -5,6 +5,7 @@ No ``fastmath`` anywhere: both modes need NaN and infinities, one needs the orde
 
 import contextlib
 import hashlib
+import os
 import threading
 import warnings
 from functools import cache
@@ -13,6 +14,7 @@ from importlib import resources
 import numba
 from numba import njit, prange
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.compiler_lock import global_compiler_lock
 
 from poolgrad_numba.kernels.numeric import enter_ieee_mode, leave_ieee_mode
 
@@ -23,6 +25,24 @@ helper = njit(**_OPTIONS)
 
 
 KERNELS = []  # all that there are
+_making = threading.Lock()  # held while a dispatcher is made, so that threads calling at once make one
+_LOCKS = (_making, global_compiler_lock)
+
+
+def _hold_locks():
+    for lock in _LOCKS:
+        lock.acquire()
+
+
+def _release_locks():
+    for lock in reversed(_LOCKS):
+        lock.release()
+
+
+# A child that is forked while another thread compiles would wait for ever for a lock that nobody there holds: a fork
+# waits for the compilation instead.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold_locks, after_in_parent=_release_locks, after_in_child=_release_locks)
 
 
 @helper
@@ -45,7 +65,6 @@ class Kernel:
     def __init__(self, body):
         self.name = body.__name__
         self._body = body
-        self._lock = threading.Lock()
         KERNELS.append(self)
         self._flavours = {}
 
@@ -61,7 +80,7 @@ class Kernel:
 
     def _make(self, *, parallel):
         # On first use, not while importing: two dozen dispatchers and their caches take 25 ms.
-        with self._lock:
+        with _making:
             if parallel not in self._flavours:
                 self._flavours[parallel] = _dispatcher(self._body, parallel)
             return self._flavours[parallel]
