@@ -71,6 +71,16 @@ def test_setting_the_device_makes_a_default_context_current():
     assert aclnn.aclrtSetCurrentContext(default) == aclnn.ACL_ERROR_RT_CONTEXT_NULL
 
 
+def test_a_default_context_that_was_destroyed_is_made_anew():
+    aclnn.aclrtSetDevice(0)
+    first, _ = aclnn.aclrtGetCurrentContext()
+    assert aclnn.aclrtDestroyContext(first) == 0
+    assert aclnn.aclrtSetDevice(0) == 0
+    second, status = aclnn.aclrtGetCurrentContext()
+    assert status == 0
+    assert second is not first
+
+
 def test_contexts_are_bound_to_threads():
     first, _ = aclnn.aclrtCreateContext(0)
     second, _ = aclnn.aclrtCreateContext(0)
@@ -265,6 +275,16 @@ def test_an_error_surfaces_at_the_next_synchronize_and_later_work_runs(name):
     assert aclnn.aclrtDestroyStream(stream) == aclnn.ACLNN_ERR_PARAM_INVALID, "never lost"
 
 
+def test_a_failure_that_no_synchronize_reported_is_finalizes_status():
+    name = "aclnnAdaptiveMaxPool2dBackward"
+    bad, stream = arguments(name), aclnn.aclrtCreateStream()[0]
+    bad["indices"].flat[4] = -3
+    assert queue(name, bad, stream) == 0
+    assert aclnn.aclFinalize() == aclnn.ACLNN_ERR_PARAM_INVALID
+    assert "indices: got -3" in aclnn.aclGetRecentErrMsg()
+    assert aclnn.aclInit() == 0
+
+
 def test_buffers_live_until_their_run(monkeypatch):
     slow_first(monkeypatch, 0.1)
     stream = aclnn.aclrtCreateStream()[0]
@@ -316,8 +336,9 @@ def test_a_destroyed_stream_takes_no_more():
     assert queue(NAME, given, stream) == aclnn.ACLNN_ERR_PARAM_INVALID
     assert "stream: got" in aclnn.aclGetRecentErrMsg()
     assert (given["output"] == 7).all()
-    assert aclnn.aclrtSynchronizeStream(stream) == 0
-    assert aclnn.aclrtDestroyStream(stream) == 0
+    assert aclnn.aclrtSynchronizeStream(stream) == aclnn.ACL_ERROR_RT_STREAM_CONTEXT
+    assert aclnn.aclrtDestroyStream(stream) == aclnn.ACL_ERROR_RT_STREAM_CONTEXT
+    assert "destroyed" in aclnn.aclGetRecentErrMsg()
     for bad in (5, "stream", object()):
         assert aclnn.aclrtSynchronizeStream(bad) == aclnn.ACL_ERROR_RT_PARAM_INVALID
         assert aclnn.aclrtDestroyStream(bad) == aclnn.ACL_ERROR_RT_PARAM_INVALID

@@ -27,7 +27,7 @@ ARROWS = {
     "ops": {"kernels", "launch", "operands", "plan", "problem"},
     "aclnn": {"config", "errors", "operands", "plan", "values"},
     "__init__": {"config", "errors", "ops", "plan"},
-    "cli": {"__init__", "config", "errors", "geometry", "kernels", "ops", "plan", "problem"},
+    "cli": {"__init__", "aclnn", "config", "errors", "geometry", "kernels", "ops", "plan", "problem"},
     "__main__": {"cli"},
 }
 OUTSIDE = {

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import poolgrad_numba as pg
+from poolgrad_numba import aclnn
 from poolgrad_numba.cli import cases, common, demo, forward, info, main, oracle, warmup
 from poolgrad_numba.cli.parser import make_parser
 from poolgrad_numba.config import most_threads
@@ -487,7 +488,8 @@ def test_demo(command):
     for operator in pg.OPS:
         assert operator in out
     threads = 2 if pg.get_config().num_threads > 1 else 1
-    assert f"All {4 * 2 * threads} results hold" in out
+    assert f"All {4 * 2 * threads + 1} results hold" in out
+    assert "adaptive_max_pool2d_backward in two phases on a stream, deterministic: ok\n" in out
     assert "FAILED" not in out
     from PIL import Image
 
@@ -536,8 +538,54 @@ def test_demo_notices_a_fault(command, monkeypatch, operator, faulty):
     assert code == 1
     threads = 2 if pg.get_config().num_threads > 1 else 1
     failed = 2 if faulty == "threads" else threads
-    assert f"{failed} of {4 * 2 * threads} results FAILED" in out
+    failed += faulty != "fast" and operator == "adaptive_max_pool2d_backward"  # the run in two phases is another
+    assert f"{failed} of {4 * 2 * threads + 1} results FAILED" in out
     assert Path("other.png").exists()
+
+
+FIRST_PHASE = "aclnnAdaptiveMaxPool2dBackwardGetWorkspaceSize"
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        (FIRST_PHASE, lambda real, *arguments: (0, None, 161002)),
+        (FIRST_PHASE, lambda real, grad, *rest: real(np.nextafter(grad, np.float32(np.inf)), *rest)),
+        ("aclnnAdaptiveMaxPool2dBackward", lambda real, *arguments: real(*arguments) + 561000),
+        ("aclnnAdaptiveMaxPool2dBackward", lambda real, *arguments: 0),  # nothing runs
+        ("aclrtSynchronizeStream", lambda real, stream: real(stream) + 161002),
+        ("aclrtCtxSetSysParamOpt", lambda real, opt, value: real(opt, value) + 107002),
+        ("aclrtCreateStream", lambda real: (None, 107002)),
+    ],
+)
+@pytest.mark.usefixtures("quick", "small")
+def test_demo_notices_a_fault_in_two_phases(command, monkeypatch, name, fault):
+    real = getattr(aclnn, name)
+    monkeypatch.setattr(aclnn, name, lambda *arguments: fault(real, *arguments))
+    code, out, _ = command("demo")
+    assert code == 1
+    assert "in two phases on a stream, deterministic: FAILED\n" in out
+    threads = 2 if pg.get_config().num_threads > 1 else 1
+    assert f"1 of {4 * 2 * threads + 1} results FAILED" in out
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_demo_asks_for_deterministic_mode_in_two_phases(small, wanted, monkeypatch):
+    """By the toggle, whatever the configuration says."""
+    real, modes = aclnn.aclnnAdaptiveMaxPool2dBackwardGetWorkspaceSize, []
+
+    def first_phase(*arguments):
+        size, executor, status = real(*arguments)
+        modes.append(executor.plan.problem.deterministic)
+        return size, executor, status
+
+    monkeypatch.setattr(aclnn, FIRST_PHASE, first_phase)
+    result = small[1].run(deterministic=True, num_threads=1)
+    if not wanted:
+        result.flat[7] += 1
+    with pg.config_context(deterministic=False):
+        assert demo.two_phases(small[1], result) == wanted
+    assert modes == [True]
 
 
 @pytest.mark.usefixtures("quick")

@@ -85,7 +85,7 @@ def prepare(
         operands.check(plan.problem, *checked)
         executor = aclOpExecutor(declaration, plan, checked)
     except PoolGradError as error:
-        return 0, None, fail(error.status, _in_c(declaration, str(error)))
+        return 0, None, fail(aclnnStatus(error.status), _in_c(declaration, str(error)))
     except Exception as error:  # noqa: BLE001  (nothing here raises)
         return 0, None, fail(aclnnStatus.ACLNN_ERR_INNER, f"{declaration.name}: {error!r}")
     return executor.workspace_size, executor, aclnnStatus.ACLNN_SUCCESS
@@ -205,7 +205,7 @@ def execute(declaration: Declaration, workspace: Any, workspaceSize: Any, execut
         text = f"stream: got {show(stream)}, wanted None or a stream that is alive"
         return fail(aclnnStatus.ACLNN_ERR_PARAM_INVALID, f"{declaration.name}: {text}")
     except PoolGradError as error:
-        return fail(error.status, _in_c(declaration, str(error)))
+        return fail(aclnnStatus(error.status), _in_c(declaration, str(error)))
 
 
 _NOTHING: Final = np.empty(0)
@@ -234,7 +234,7 @@ def _run(
         else:
             arrays.out[...] = 0
     except PoolGradError as error:
-        return error.status, _in_c(declaration, str(error))
+        return aclnnStatus(error.status), _in_c(declaration, str(error))
     except Exception as error:  # noqa: BLE001  (out of memory, say: the status tells)
         return aclnnStatus.ACLNN_ERR_RUNTIME_ERROR, f"{declaration.name}: the run failed: {error!r}"
     return None

@@ -33,6 +33,7 @@ class aclrtStream:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aclrtStream")
         self._process = os.getpid()
+        self.closed = False
         self._failure: tuple[int, str] | None = None
         self._lock = threading.Lock()
 
@@ -70,6 +71,7 @@ class aclrtStream:
 
     def close(self) -> tuple[int, str] | None:
         """Take no more tasks, and wait for those that are queued."""
+        self.closed = True
         self._pool.shutdown(wait=True)
         return self.drain()
 
@@ -108,19 +110,21 @@ def aclInit(configPath: str | None = None) -> int:
 
 
 def aclFinalize() -> int:
-    """Wait for all streams, and forget the default context and the options of the process."""
+    """End all streams, and forget the default context and the options of the process.
+
+    What is queued runs; the status is that of the first failure which no synchronize has reported.
+    """
     with _state.lock:
         if not _state.initialised:
             return fail(aclError.ACL_ERROR_UNINITIALIZE, "aclFinalize: called without aclInit before")
         _state.initialised = False
         streams, default = list(_state.streams), _state.default
         _state.default, _state.options = None, {}
-    for stream in streams:
-        if stream.usable:
-            stream.close()
+    failures = [stream.close() for stream in streams if stream.usable]
     if default is not None:
         default.alive = False
-    return aclError.ACL_SUCCESS
+    failure = next(filter(None, failures), None)
+    return fail(*failure) if failure else aclError.ACL_SUCCESS
 
 
 def _is_integer(value: Any) -> bool:
@@ -138,7 +142,7 @@ def aclrtSetDevice(deviceId: int) -> int:
     status = _check_device(deviceId)
     if not status:
         with _state.lock:
-            if _state.default is None:
+            if _state.default is None or not _state.default.alive:
                 _state.default = aclrtContext()
             _current.context = _state.default
     return status
@@ -211,9 +215,9 @@ def aclrtCreateStream() -> tuple[aclrtStream | None, int]:
 def _finished(stream: Any, finish: Callable[[aclrtStream], tuple[int, str] | None]) -> int:
     if not isinstance(stream, aclrtStream):
         return fail(aclError.ACL_ERROR_RT_PARAM_INVALID, f"stream: got {show(stream)}, wanted a stream")
-    if not stream.usable:
-        text = "stream: got one of the process that this one was forked from"
-        return fail(aclError.ACL_ERROR_RT_STREAM_CONTEXT, text)
+    if stream.closed or not stream.usable:
+        text = "that was destroyed" if stream.closed else "of the process that this one was forked from"
+        return fail(aclError.ACL_ERROR_RT_STREAM_CONTEXT, f"stream: got one {text}")
     failure = finish(stream)
     return fail(*failure) if failure else aclError.ACL_SUCCESS
 

@@ -118,6 +118,7 @@ def two_phases(case: Case, wanted: NDArray[Any]) -> bool:
     """Run adaptive 2-d max pooling as on the accelerator, deterministic; whether it gives the wanted bytes."""
     grad, shape, indices = case.operands
     result = np.full(shape, np.nan, grad.dtype)
+    former, _ = aclnn.aclrtGetCurrentContext()
     context, made = aclnn.aclrtCreateContext()
     stream, opened = aclnn.aclrtCreateStream()
     if context is None or stream is None:
@@ -130,6 +131,8 @@ def two_phases(case: Case, wanted: NDArray[Any]) -> bool:
         statuses.append(aclnn.aclnnAdaptiveMaxPool2dBackward(workspace, size, executor, stream))
     statuses += [aclnn.aclrtSynchronizeStream(stream), aclnn.aclrtDestroyStream(stream)]
     statuses.append(aclnn.aclrtDestroyContext(context))
+    if former is not None:
+        statuses.append(aclnn.aclrtSetCurrentContext(former))
     return not any(statuses) and result.tobytes() == wanted.tobytes()
 
 
