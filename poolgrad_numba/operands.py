@@ -167,8 +167,8 @@ def open_workspace(workspace: Any, size: int, others: Iterable[NDArray[Any] | No
         raise PoolGradValueError("workspace: got a read-only buffer, wanted a writable one")
     if buffer.size < size:
         raise PoolGradValueError(
-            f"workspace: got {buffer.size} bytes, wanted {size} (workspace_size_for these arrays; one that is not "
-            "C-contiguous is packed into the workspace)"
+            f"workspace: got {buffer.size} bytes, wanted {size}, as workspace_size_for(...) gives for these arrays "
+            "(one that is not C-contiguous is packed into the workspace)"
         )
     if any(share_memory(buffer, other) for other in others if other is not None):
         raise PoolGradValueError("workspace: got a buffer that shares memory with an operand")

@@ -220,7 +220,9 @@ class Plan:
         ]
         width = max(len(name) for name, _ in self.verdicts)
         for name, verdict in self.verdicts:
-            mark = "runs" if name == self.algorithm else ("could run" if verdict.takes else "refused")
+            mark = "could run" if verdict.takes else "refused"
+            if name == self.algorithm:
+                mark = "runs" if verdict.takes else "runs, but by itself refused"
             lines.append(f"  {name:<{width}}  {mark}: {verdict.why}")
         forced = ", asked for by name" if self.forced else ""
         lines += [

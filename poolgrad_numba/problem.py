@@ -191,6 +191,8 @@ def _window(signature: Signature, parameters: Mapping[str, Any]) -> Window:
 
 
 def _input_shape(signature: Signature, value: Any) -> Shape:
+    if hasattr(type(value), "shape") and len(getattr(value, "shape", ())) > 1:
+        raise PoolGradTypeError(f"input_shape: got an array of shape {show(value.shape)}, wanted that shape itself")
     shape = integers("input_shape", value)
     spatial = signature.spatial
     if len(shape) not in (spatial + 1, spatial + 2):

@@ -518,6 +518,8 @@ STORAGE = np.arange(24, dtype=np.float32)
         ({"format": 4}, "format: got 4, wanted one of ACL_FORMAT_UNDEFINED -1"),
         ({"data": None}, "data: got None"),
         ({"data": 7}, "memoryview"),
+        ({"data": np.arange(24.0)}, "data: got an array of float64, wanted float32 as dataType says"),
+        ({"data": np.arange(24, dtype=np.int32)}, "data: got an array of int32"),
         ({"data": np.arange(24.0)[::2]}, "data: got Python objects or strides"),
         ({"data": np.empty(24, object)}, "data: got Python objects or strides"),
         ({"data": np.arange(24.0).tolist()}, "memoryview"),
@@ -552,6 +554,12 @@ def test_tensors_over_bytes_and_views():
     assert np.frombuffer(memory, ml_dtypes.bfloat16).astype(float).nonzero()[0].tolist() == [3, 4, 7, 8]
     empty = aclnn.aclCreateTensor([0, 4], aclnn.ACL_FLOAT, None, 0, aclnn.ACL_FORMAT_ND, [0], np.empty(0, np.float32))
     assert empty.array.shape == (0, 4)
+
+
+def test_raw_storage_is_taken_as_the_type_says():
+    for raw in (STORAGE.view(np.uint32), STORAGE.view(np.uint8), STORAGE.tobytes(), STORAGE.view("V4")):
+        made = aclnn.aclCreateTensor([24], aclnn.ACL_FLOAT, None, 0, aclnn.ACL_FORMAT_ND, None, raw)
+        assert made.array.tolist() == STORAGE.tolist()
 
 
 def test_int_arrays():

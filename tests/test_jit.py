@@ -69,7 +69,12 @@ def test_damaged_cache_files_cost_a_warning_not_a_call(tmp_path, garbage):
         file.write_bytes(garbage)
     again = run(tmp_path)
     assert again["result"] == [0, 1, 0, 0, 0, 1, 0, 0]
-    assert all("kernels are compiled anew" in text for text in again["warnings"])
+    assert again["hits"] == [0, 0]
+    assert len(again["warnings"]) == 2
+    assert all("cannot be read" in text and "kernels are compiled anew" in text for text in again["warnings"])
+    healed = run(tmp_path)
+    assert healed["hits"] == [1, 1]
+    assert not healed["warnings"]
 
 
 def test_a_file_that_is_not_its_keys_is_no_entry(tmp_path):

@@ -66,7 +66,7 @@ def test_explain_names_every_candidate_with_its_reason(operator, deterministic, 
     for other in algorithms(operator, deterministic=deterministic):
         line = next(line for line in text.splitlines() if line.startswith(f"  {other} "))
         mark, _, why = line[len(other) + 2 :].strip().partition(": ")
-        assert mark == "runs" if other == name else mark in ("refused", "could run")
+        assert mark.startswith("runs") if other == name else mark in ("refused", "could run")
         assert len(why.split()) >= 4
     assert f"{plan.workspace_size} byte" in text
     assert "asked for by name" not in plan_for(case, deterministic=deterministic).explain()

@@ -73,7 +73,8 @@ def aclCreateTensor(
     storageDims : sequence of int, aclIntArray or None
         Shape of the storage, whose product must fit into ``data``. ``None``: all of it.
     data : buffer or ndarray
-        The storage, C-contiguous. It is used in place and kept alive.
+        The storage, C-contiguous: an array of that very type, or raw bytes (an unsigned array, a bytearray). It is
+        used in place and kept alive.
 
     Returns
     -------
@@ -142,6 +143,8 @@ def _storage(data: Any, dtype: np.dtype[Any], dims: Any) -> NDArray[Any]:
     raw = data if isinstance(data, np.ndarray) else np.frombuffer(memoryview(data), np.uint8)
     if raw.dtype.hasobject or not raw.flags.c_contiguous:
         raise PoolGradValueError("data: got Python objects or strides, wanted C-contiguous bytes")
+    if isinstance(data, np.ndarray) and raw.dtype != dtype and raw.dtype.kind not in "uV":
+        raise PoolGradValueError(f"data: got an array of {raw.dtype}, wanted {dtype} as dataType says, or raw bytes")
     count = raw.nbytes // dtype.itemsize
     wanted = count if dims is None else math.prod(_dims("storageDims", dims))
     if wanted > count:

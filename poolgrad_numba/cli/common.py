@@ -24,7 +24,7 @@ def need_extra(command: str, *packages: str) -> None:
             import_module(package)
         except ImportError as error:
             raise CommandError(
-                f"{command} needs the package {package} ({error}): pip install 'poolgrad_numba[demo]'"
+                f"{command} needs the package {package} ({error}): pip install {' '.join(packages)}, the extra 'demo'"
             ) from error
 
 

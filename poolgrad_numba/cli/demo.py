@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from poolgrad_numba import aclnn
-from poolgrad_numba.cli.common import need_extra
+from poolgrad_numba.cli.common import CommandError, need_extra
 from poolgrad_numba.config import get_config
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class Row(NamedTuple):
 def execute(arguments: argparse.Namespace) -> int:
     """Run the demo; 1 where a check fails."""
     need_extra("demo", "rich", "matplotlib", "nibabel")
+    if not arguments.picture.parent.is_dir():
+        raise CommandError(f"cannot write {arguments.picture}: {arguments.picture.parent} is no directory")
     from rich.console import Console  # noqa: PLC0415  (an extra, like what the next two import)
 
     from poolgrad_numba.cli import cases as inputs  # noqa: PLC0415

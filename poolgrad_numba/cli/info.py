@@ -13,7 +13,7 @@ import numba
 from llvmlite import binding
 from numba.core.registry import cpu_target
 
-from poolgrad_numba import OPS, get_config
+from poolgrad_numba import OPS, Config, PoolGradError, get_config
 from poolgrad_numba.config import most_threads
 from poolgrad_numba.kernels.indexed import plane_scatter
 from poolgrad_numba.kernels.numeric import half_in_hardware
@@ -38,7 +38,11 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def collect() -> dict[str, Any]:
     """Gather the facts; starts Numba's threads, which alone settles the threading layer."""
-    config = get_config()
+    try:
+        config: Config | None = get_config()
+        fault = ""
+    except PoolGradError as error:  # a malformed variable, which a bug report should show
+        config, fault = None, str(error)
     context = cpu_target.target_context
     _, target, _ = context.codegen().magic_tuple()
     return {
@@ -53,8 +57,8 @@ def collect() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "cores_this_process_may_use": usable_cores(),
         "numba_num_threads": most_threads(),
-        "num_threads": config.num_threads,
-        "deterministic": config.deterministic,
+        "num_threads": config.num_threads if config else fault,
+        "deterministic": config.deterministic if config else fault,
         "kernel_cache": cache_path(),
         "operators": sorted(OPS),
     }

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from poolgrad_numba import OPS, make_plan
-from poolgrad_numba.cli.common import need_extra
 from poolgrad_numba.cli.info import cache_path
 from poolgrad_numba.kernels._jit import KERNELS
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable, Iterator
 
 _CELLS = 4  # cells along each axis
 _CHANNELS = 2  # enough planes to split over two workers
@@ -33,22 +34,12 @@ class Job(NamedTuple):
 
 def execute(arguments: argparse.Namespace) -> int:
     """Run every algorithm once in each form, and say what that compiled."""
-    need_extra("warmup", "rich")
-    from rich.console import Console  # noqa: PLC0415  (an extra)
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
-
     work = jobs(arguments)
-    console = Console(highlight=False)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     before, start, most_workers = counts(), time.perf_counter(), 1
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(work))
+    with progress(len(work)) as advance:
         for job in work:
-            progress.update(
-                task, description=f"{job.algorithm}, {job.dtype}, {'serial' if job.threads == 1 else 'parallel'}"
-            )
+            advance(f"{job.algorithm}, {job.dtype}, {'serial' if job.threads == 1 else 'parallel'}")
             most_workers = max(most_workers, run(job))
-            progress.advance(task)
     compiled, loaded = (now - then for now, then in zip(counts(), before, strict=True))
     seconds = time.perf_counter() - start
     place = cache_path()
@@ -56,8 +47,30 @@ def execute(arguments: argparse.Namespace) -> int:
     line += "no place for a cache, so other processes compile anew" if place is None else f"cache: {place}"
     if most_workers == 1:
         line += "; serial forms only, as Numba has one thread here"
-    console.print(line, soft_wrap=True, markup=False)
+    print(line)
     return 0
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Give a function that shows what is done next: a bar on a terminal, where rich is there; else nothing."""
+    try:
+        from rich.console import Console  # noqa: PLC0415  (an extra)
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn  # noqa: PLC0415
+        from rich.progress import TimeElapsedColumn as Elapsed  # noqa: PLC0415
+    except ImportError:
+        yield lambda _: None
+        return
+    console = Console(highlight=False)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Elapsed()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(what: str) -> None:
+            bar.update(task, description=what)
+            bar.advance(task)
+
+        yield advance
 
 
 def jobs(arguments: argparse.Namespace) -> list[Job]:

@@ -154,20 +154,21 @@ class _KernelCache(FunctionCache):
         return sources_digest(), self._identity, repr(sig), codegen.magic_tuple()
 
     def _load_overload(self, sig, target_context):
-        return self._guarded(super()._load_overload, sig, target_context)
+        # A truncated file can raise nearly anything while it is unpickled. Compiling anew is always right, and writes
+        # a good file over it.
+        try:
+            return super()._load_overload(sig, target_context)
+        except Exception as error:  # noqa: BLE001
+            self._warn("read", error)
+            return None
 
     def _save_overload(self, sig, data):
-        return self._guarded(super()._save_overload, sig, data)
-
-    def _guarded(self, act, *args):
-        # A truncated file can raise nearly anything while it is unpickled; compiling anew is always right.
         try:
-            return act(*args)
+            super()._save_overload(sig, data)
         except Exception as error:  # noqa: BLE001
             self.disable()
-            warnings.warn(
-                f"the kernel cache at {self.cache_path} cannot be used ({error!r}); kernels are compiled anew",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return None
+            self._warn("written", error)
+
+    def _warn(self, act, error):
+        text = f"a file of the kernel cache in {self.cache_path} cannot be {act} ({error!r}); kernels are compiled anew"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
