@@ -1,5 +1,6 @@
 """The door to the kernels: thread limits, layers, forks."""
 
+import ctypes.util
 import os
 import sys
 from types import SimpleNamespace
@@ -187,3 +188,28 @@ else:
 compiling.join()
 """, NUMBA_CACHE_DIR=str(tmp_path))  # fmt: skip
     assert out.split() == ["0"]
+
+
+@pytest.mark.trap("T41")
+@pytest.mark.skipif(ctypes.util.find_library("gomp") is None, reason="no libgomp on this machine")
+def test_t41_openmp_told_to_shrink_its_team():
+    """As some image libraries do on import; fewer threads then do all of the work, to the same bits."""
+    python("""
+import ctypes, ctypes.util
+import numba, numpy as np
+import cases, reference
+from support import plan_for, same_bits
+openmp = ctypes.CDLL(ctypes.util.find_library("gomp"))
+openmp.omp_set_dynamic(1)
+assert openmp.omp_get_dynamic() == 1
+case = cases.Case("large", cases.ADAPTIVE2D, (1, 1, 400, 400), output_size=(90, 90))
+grad, indices = case.rough_gradient(), case.wild_indices()
+want = reference.indexed(grad, case.input_shape, indices, 2)
+plan = plan_for(case, deterministic=True, num_threads=8, algorithm="tile_reduce")
+assert plan.workers == 8
+for _ in range(50):
+    out = np.full(case.input_shape, np.nan, np.float32)
+    assert same_bits(plan.run(grad, indices, out=out), want)
+assert numba.threading_layer() == "omp"
+assert openmp.omp_get_dynamic() == 1
+""", NUMBA_THREADING_LAYER="omp")  # fmt: skip
