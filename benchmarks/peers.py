@@ -15,6 +15,7 @@ import numpy as np
 
 import cases
 import poolgrad_numba as pg
+from poolgrad_numba.cli import forward
 
 MODES = ("fast", "deterministic")
 
@@ -27,38 +28,17 @@ def inputs(case):
 
 
 def forward_indices(case):
-    """Flat index of each window's maximum of normal data; found by sorting out one window offset at a time."""
+    """Flat index of each window's maximum of normal data."""
     x = np.random.default_rng(1).standard_normal(case.input_shape, dtype=np.float32)
     size, outputs = case.input_shape[-case.spatial :], case.output_shape[-case.spatial :]
-    starts, lengths = zip(*(_windows(case, axis, n, o) for axis, (n, o) in enumerate(zip(size, outputs, strict=True))),
-                          strict=True)  # fmt: skip
-    best = np.full(case.output_shape, -np.inf, np.float32)
-    found = np.zeros(case.output_shape, np.int64)
-    flat = np.arange(int(np.prod(size))).reshape(size)
-    for offset in np.ndindex(*(int(length.max()) for length in lengths)):
-        cells = [start + min_(o, length) for start, o, length in zip(starts, offset, lengths, strict=True)]
-        grid = np.ix_(*(np.clip(c, 0, n - 1) for c, n in zip(cells, size, strict=True)))
-        values = x[(..., *grid)]
-        better = values > best
-        best = np.where(better, values, best)
-        found = np.where(better, flat[grid], found)
-    return found
-
-
-def min_(offset, length):
-    """An offset into each window, held inside the shorter ones."""
-    return np.minimum(offset, length - 1)
-
-
-def _windows(case, axis, size, outputs):
-    o = np.arange(outputs)
     if case.output_size:
-        start, end = o * size // outputs, -((o + 1) * size // -outputs)
-        return start, end - start
-    get = lambda name: np.broadcast_to(case.parameters[name], case.spatial)[axis]  # noqa: E731
-    stride = case.parameters["stride"] or case.parameters["kernel_size"]
-    start = o * np.broadcast_to(stride, case.spatial)[axis] - get("padding")
-    return start, np.full(outputs, get("kernel_size"))
+        windows = [forward.adaptive_axis(n, o) for n, o in zip(size, outputs, strict=True)]
+    else:
+        p = case.parameters
+        window = (p["kernel_size"], p["stride"] or p["kernel_size"], p["padding"])
+        per_axis = zip(size, *(_axes(value, case.spatial) for value in window), strict=True)
+        windows = [forward.sliding_axis(*axis) for axis in per_axis]
+    return forward.max_pool(x, windows)[1]
 
 
 def ours(case, grad, indices, *, deterministic, out=None):

@@ -28,6 +28,7 @@ def chosen(operator, shape, **options):
         ("tile_reduce", cases.MAX2D, (1, 1, 512, 512), {"kernel_size": 2, "deterministic": True}),
         ("tile_reduce", cases.MAX2D, (8, 8, 600, 600), {"kernel_size": 2, "dtype": np.float16}),
         ("plane_scatter", cases.MAX2D, (1, 1, 512, 512), {"kernel_size": 2, "num_threads": 1}),
+        ("tile_reduce", cases.MAX2D, (1, 1, 600, 600), {"kernel_size": 2, "num_threads": 1, "dtype": np.float16}),
         ("atomic_scatter", cases.ADAPTIVE2D, (1, 1, 512, 512), {"output_size": 1}),
         ("tile_reduce", cases.ADAPTIVE2D, (1, 1, 512, 512), {"output_size": 1, "deterministic": True}),
         ("plane_spread", cases.AVG3D, (8, 8, 8, 16, 16), {"kernel_size": 3, "stride": 1}),

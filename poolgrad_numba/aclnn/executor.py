@@ -51,6 +51,9 @@ class Declaration:
     result: str = "gradInput"
 
 
+_NOTHING: Final = np.empty(0)
+
+
 class aclOpExecutor:
     """A checked call that waits for its run. It keeps the tensors' storage alive; single-use unless made repeatable."""
 
@@ -62,6 +65,11 @@ class aclOpExecutor:
         self.repeatable = False
         self.over = ""
         self.lock = threading.Lock()
+
+    def end(self, why: str) -> None:
+        """Allow no further use, and let go of the storage."""
+        self.over = why
+        self.arrays = operands.Operands(_NOTHING, None, _NOTHING)
 
 
 # -- phase 1 -----------------------------------------------------------------------------------------------------
@@ -190,11 +198,9 @@ def execute(declaration: Declaration, workspace: Any, workspaceSize: Any, execut
     with executor.lock:
         if executor.over:
             return fail(aclnnStatus.ACLNN_ERR_INNER, f"{declaration.name}: executor: {executor.over}")
-        if not executor.repeatable:
-            executor.over = "it was used before, and is not repeatable"
         plan, arrays = executor.plan, executor.arrays
         if not executor.repeatable:
-            executor.arrays = operands.Operands(*(_NOTHING,) * 3)  # a used executor keeps no storage alive
+            executor.end("it was used before, and is not repeatable")
     try:
         scratch = _scratch(workspace, workspaceSize, executor.workspace_size, arrays)
         if stream is None:
@@ -206,9 +212,6 @@ def execute(declaration: Declaration, workspace: Any, workspaceSize: Any, execut
         return fail(aclnnStatus.ACLNN_ERR_PARAM_INVALID, f"{declaration.name}: {text}")
     except PoolGradError as error:
         return fail(aclnnStatus(error.status), _in_c(declaration, str(error)))
-
-
-_NOTHING: Final = np.empty(0)
 
 
 def _scratch(workspace: Any, claimed: Any, needed: int, arrays: operands.Operands) -> NDArray[np.uint8]:
@@ -265,6 +268,5 @@ def aclDestroyAclOpExecutor(executor: aclOpExecutor) -> int:
     with executor.lock:
         status = _executor_status(executor)
         if not status:
-            executor.over = "it was destroyed"
-            executor.arrays = operands.Operands(*(_NOTHING,) * 3)
+            executor.end("it was destroyed")
     return status

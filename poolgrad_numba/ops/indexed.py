@@ -9,7 +9,7 @@ import numpy as np
 from poolgrad_numba.kernels import indexed as kernels
 from poolgrad_numba.launch import launch
 from poolgrad_numba.operands import Block, Operands
-from poolgrad_numba.ops.splits import judge_planes
+from poolgrad_numba.ops.splits import LARGEST_SCRATCH, judge_planes
 from poolgrad_numba.plan import Candidate, Plan, Verdict
 
 if TYPE_CHECKING:
@@ -54,7 +54,10 @@ class PlaneScatter(Candidate):
 
     def judge(self, problem: Problem) -> Verdict:
         """Refuse where planes are too few for the threads, or too large for scratch in cache."""
-        return judge_planes(problem, scratch_cells=0 if _in_place(problem) else problem.cells)
+        if not _in_place(problem) and problem.cells > LARGEST_SCRATCH:
+            # As fast as tiles on one 4096 x 4096 float16 plane, but with 64 MiB of scratch in place of 0.6.
+            return Verdict(False, f"a worker would need {problem.cells} cells of float32 scratch, a tile needs fewer")
+        return judge_planes(problem)
 
     def pieces(self, problem: Problem) -> int:
         """Planes."""

@@ -9,16 +9,16 @@ from poolgrad_numba.plan import Verdict, useful_workers
 if TYPE_CHECKING:
     from poolgrad_numba.problem import Problem
 
-_LARGEST_SCRATCH: Final = 262_144  # 1 MiB of float32 a worker: beyond it, the scratch of a plane leaves L2
+LARGEST_SCRATCH: Final = 262_144  # 1 MiB of float32 a worker: beyond it, the scratch of a plane leaves L2
 _BUSY: Final = 0.75
 
 
-def judge_planes(problem: Problem, scratch_cells: int) -> Verdict:
+def judge_planes(problem: Problem, scratch_cells: int = 0) -> Verdict:
     """Judge a split by whole planes: refuse where it leaves threads idle or needs scratch beyond the cache."""
     planes, threads = problem.planes, problem.num_threads
     if threads == 1:
         return Verdict(True, "one thread needs no finer split")
-    if scratch_cells > _LARGEST_SCRATCH:
+    if scratch_cells > LARGEST_SCRATCH:
         return Verdict(False, f"{scratch_cells} cells of scratch a worker would leave the cache")
     if useful_workers(problem) == 1:
         return Verdict(True, "the whole is too small to be worth a finer split")
