@@ -1,7 +1,8 @@
 """The two settings, mode and thread limit: who may set them, and which one holds here and now.
 
 Precedence: the call's own argument, then ``config_context``, then ``set_config``, then the environment
-(``POOLGRAD_DETERMINISTIC``, ``POOLGRAD_NUM_THREADS``), then the default (fast, Numba's own limit).
+(``POOLGRAD_DETERMINISTIC``, ``POOLGRAD_NUM_THREADS``), then the default: fast; Numba's own limit, or the cores that
+this process may use and what ``OMP_NUM_THREADS`` says if those are fewer.
 This is the only module that reads the environment.
 """
 
@@ -9,16 +10,14 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-import numba
-
+from poolgrad_numba import process
+from poolgrad_numba import threads as numba_threads
 from poolgrad_numba.errors import PoolGradValueError
 from poolgrad_numba.values import flag, integer, show
 
@@ -67,17 +66,7 @@ class _Settings:
 
 
 _process = _Settings()
-_process_lock = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _process_lock  # noqa: PLW0603
-    _process_lock = threading.Lock()  # another thread may have held the old one when this process was forked
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
-
+_process_lock = process.Lock()
 _UNSET: Final = _Settings()
 _context: ContextVar[_Settings] = ContextVar("poolgrad_numba_settings", default=_UNSET)
 
@@ -114,15 +103,13 @@ def _environment_threads() -> int | None:
     return None if text is None else int(text)
 
 
-def most_threads() -> int:
-    """Threads that Numba was set up with, by default one a core."""
-    return int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-
-
-def pool_is_up() -> bool:
-    """Whether Numba's threads have been started in this process, or in the one that it was forked from."""
-    parallel = sys.modules.get("numba.np.ufunc.parallel")
-    return bool(parallel and getattr(parallel, "_is_initialized", False))
+@cache
+def _fair_threads() -> int:
+    """How many threads this process should use if nobody says: read once, when it first matters."""
+    if "NUMBA_NUM_THREADS" in os.environ:
+        return numba_threads.most()  # somebody did say
+    openmp = re.match(r"\s*([1-9][0-9]{0,8})\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""))  # "4,2": by nesting level
+    return min(process.cores(), int(openmp[1]) if openmp else numba_threads.most())
 
 
 def resolve(deterministic: Any = None, num_threads: Any = None) -> Config:
@@ -131,9 +118,9 @@ def resolve(deterministic: Any = None, num_threads: Any = None) -> Config:
     settled = call.over(_context.get()).over(_process)
     mode = _environment_mode() if settled.deterministic is None else settled.deterministic
     threads = _environment_threads() if settled.num_threads is None else settled.num_threads
-    if threads is None and pool_is_up():
-        threads = numba.get_num_threads()  # Numba's own limit, which it keeps a thread; asking starts the threads
-    return Config(mode, min(threads or most_threads(), most_threads()))
+    if threads is None:
+        threads = min(_fair_threads(), numba_threads.limit())
+    return Config(mode, min(threads, numba_threads.most()))
 
 
 def get_config() -> Config:

@@ -1,5 +1,6 @@
 """What several test files need."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -13,6 +14,17 @@ from poolgrad_numba import config
 from poolgrad_numba.plan import OPS
 
 THREADS = (1, 2, 3, 8)
+
+
+def _has_tbb():
+    try:
+        ctypes.CDLL("libtbb.so.12")
+    except OSError:
+        return False
+    return True
+
+
+LAYERS = ("omp", "workqueue", *(["tbb"] if _has_tbb() else []))
 
 
 def same_bits(a, b):

@@ -19,7 +19,7 @@ import poolgrad_numba as pg
 from poolgrad_numba import aclnn
 from poolgrad_numba.cli import cases, common, demo, forward, info, main, oracle, warmup
 from poolgrad_numba.cli.parser import make_parser
-from poolgrad_numba.config import most_threads
+from poolgrad_numba.threads import most as most_threads
 
 MAX_2D = "max_pool2d_with_indices_backward"
 AVG_3D = "avg_pool3d_backward"

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -165,3 +166,39 @@ def test_contexts_of_asyncio_tasks_do_not_mix():
         return await asyncio.gather(*(task(bool(i % 2), 1 + i % 3) for i in range(12)))
 
     assert {mode for mode, _ in asyncio.run(main())} == {False}
+
+
+FAIR = """
+import os
+for name in ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ.pop(name, None)
+os.environ.update({environment})
+import numba, poolgrad_numba as pg
+from poolgrad_numba import process
+assert not numba.config.NUMBA_NUM_THREADS < 2, "needs two cores"
+{before}
+print(pg.get_config().num_threads)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize(
+    ("environment", "before", "threads"),
+    [
+        ({}, "", len(os.sched_getaffinity(0))),
+        ({}, "os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})", 1),
+        ({}, "process.quota = lambda: 0.9", 1),
+        ({"OMP_NUM_THREADS": "1"}, "", 1),
+        ({"OMP_NUM_THREADS": " 1 ,2"}, "", 1),
+        ({"OMP_NUM_THREADS": "0"}, "", len(os.sched_getaffinity(0))),  # OpenMP ignores what makes no sense
+        ({"OMP_NUM_THREADS": "1.5"}, "", len(os.sched_getaffinity(0))),
+        ({"OMP_NUM_THREADS": "100000"}, "", len(os.sched_getaffinity(0))),
+        ({"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "5"}, "", 5),
+        ({"OMP_NUM_THREADS": "1", "POOLGRAD_NUM_THREADS": "2"}, "", 2),
+        ({}, "numba.set_num_threads(1)", 1),
+        ({"NUMBA_NUM_THREADS": "5"}, "numba.set_num_threads(3)", 3),
+    ],
+)
+def test_who_says_nothing_gets_a_fair_share(environment, before, threads):
+    """Numba's own limit, unless affinity, quota or OpenMP's limit are lower and nobody spoke to Numba."""
+    assert int(python(FAIR.format(environment=environment, before=before))) == threads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from poolgrad_numba import config, operands
+from poolgrad_numba import config, operands, process
 from poolgrad_numba.aclnn import runtime
 from poolgrad_numba.aclnn.status import PRIVATE_FORMATS, aclnnStatus, fail
 from poolgrad_numba.aclnn.tensor import aclTensor, int_array
@@ -52,6 +51,7 @@ class Declaration:
 
 
 _NOTHING: Final = np.empty(0)
+_uses = process.Lock()  # of any executor: held only to look whether one may be used, and to use it up
 
 
 class aclOpExecutor:
@@ -64,7 +64,6 @@ class aclOpExecutor:
         self.workspace_size = plan.scratch_for(arrays) if arrays.grad.size else 0
         self.repeatable = False
         self.over = ""
-        self.lock = threading.Lock()
 
     def end(self, why: str) -> None:
         """Allow no further use, and let go of the storage."""
@@ -195,7 +194,7 @@ def execute(declaration: Declaration, workspace: Any, workspaceSize: Any, execut
     if not isinstance(executor, aclOpExecutor) or executor.declaration is not declaration:
         text = f"{declaration.name}: executor: got {show(executor)}, wanted one that its own first phase gave"
         return fail(aclnnStatus.ACLNN_ERR_INNER, text)
-    with executor.lock:
+    with _uses:
         if executor.over:
             return fail(aclnnStatus.ACLNN_ERR_INNER, f"{declaration.name}: executor: {executor.over}")
         plan, arrays = executor.plan, executor.arrays
@@ -265,7 +264,7 @@ def aclDestroyAclOpExecutor(executor: aclOpExecutor) -> int:
     """End an executor; runs of it that are queued still run."""
     if executor is None or not isinstance(executor, aclOpExecutor):
         return _executor_status(executor)
-    with executor.lock:
+    with _uses:
         status = _executor_status(executor)
         if not status:
             executor.end("it was destroyed")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from poolgrad_numba import process
 from poolgrad_numba.aclnn.status import aclError, aclSysParamOpt, fail
 from poolgrad_numba.values import show
 
@@ -35,7 +36,7 @@ class aclrtStream:
         self._process = os.getpid()
         self.closed = False
         self._failure: tuple[int, str] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def usable(self) -> bool:
@@ -80,7 +81,7 @@ class _State:
     """What the process has: whether it is initialised, the default context, its options, its streams."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = process.Lock()
         self.initialised = False
         self.default: aclrtContext | None = None
         self.options: dict[int, int] = {}

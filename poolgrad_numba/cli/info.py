@@ -14,9 +14,10 @@ from llvmlite import binding
 from numba.core.registry import cpu_target
 
 from poolgrad_numba import OPS, Config, PoolGradError, get_config
-from poolgrad_numba.config import most_threads
 from poolgrad_numba.kernels.indexed import plane_scatter
 from poolgrad_numba.kernels.numeric import half_in_hardware
+from poolgrad_numba.process import cores
+from poolgrad_numba.threads import most as most_threads
 
 if TYPE_CHECKING:
     import argparse
@@ -55,7 +56,7 @@ def collect() -> dict[str, Any]:
         "float16_conversion": "hardware" if half_in_hardware(context) else "integer arithmetic",
         "threading_layer": threading_layer(),
         "cores": os.cpu_count(),
-        "cores_this_process_may_use": usable_cores(),
+        "cores_this_process_may_use": cores(),
         "numba_num_threads": most_threads(),
         "num_threads": config.num_threads if config else fault,
         "deterministic": config.deterministic if config else fault,
@@ -103,13 +104,6 @@ def threading_layer() -> str:
         return str(numba.threading_layer())
     except ValueError as error:
         return f"none ({error})"
-
-
-def usable_cores() -> int | None:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def cache_path() -> str | None:

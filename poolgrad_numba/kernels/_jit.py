@@ -6,15 +6,20 @@ No ``fastmath`` anywhere: both modes need NaN and infinities, one needs the orde
 import contextlib
 import hashlib
 import os
+import pickle
+import pkgutil
+import sys
 import threading
 import warnings
-from functools import cache
-from importlib import resources
+from importlib.util import find_spec
 
 import numba
-from numba import njit, prange
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
+from numba.extending import intrinsic
 
 from poolgrad_numba.kernels.numeric import enter_ieee_mode, leave_ieee_mode
 
@@ -25,7 +30,7 @@ helper = njit(**_OPTIONS)
 
 
 KERNELS = []  # all that there are
-_making = threading.Lock()  # held while a dispatcher is made, so that threads calling at once make one
+_making = threading.RLock()  # held while a dispatcher is made, so that threads calling at once make one
 _LOCKS = (_making, global_compiler_lock)
 
 
@@ -51,15 +56,36 @@ def share(worker, workers, total):
     return worker * total // workers, (worker + 1) * total // workers
 
 
+@intrinsic
+def swap_thread_limit(typingctx, threads):
+    """Set Numba's thread limit for this thread; returns the former one.
+
+    Compiled code with Numba's own functions for it cannot be cached: they hold addresses.
+    """
+
+    def generate(context, builder, signature, args):
+        wide, number = ir.IntType(64), ir.IntType(32)
+
+        def declare(name, result, *parameters):
+            return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, parameters), name)
+
+        # Both are C's int; parallel loops declare the first as 64 bits wide, of which the upper half is garbage.
+        former = builder.trunc(builder.call(declare("get_num_threads", wide), []), number)
+        builder.call(declare("set_num_threads", ir.VoidType(), number), [builder.trunc(args[0], number)])
+        return builder.sext(former, wide)
+
+    return types.int64(types.int64), generate
+
+
 class Kernel:
     """A worker function, ``body(worker, workers, *arrays) -> int``, as a kernel of two flavours.
 
     Workers must write disjoint cells (or add atomically), and may depend on nothing but their arguments. While a
     worker runs, arithmetic is IEEE's (to nearest, subnormals kept), whatever its thread had set.
 
-    A flavour is called as ``flavour(workers, *arrays)``. Both run the body for every worker and sum what
-    it returns; ``parallel`` spreads the workers over Numba's threads, ``serial`` runs them in turn on the calling
-    thread: the same bits.
+    Both flavours run the body for every worker and sum what it returns: ``parallel(workers, threads, *arrays)``
+    spreads the workers over that many of Numba's threads, ``serial(workers, *arrays)`` runs them in turn on the
+    calling thread. The same bits.
     """
 
     def __init__(self, body):
@@ -89,49 +115,83 @@ class Kernel:
 def _dispatcher(body, parallel):
     run = helper(body)
 
-    def drive(workers, *arrays):
+    def drive_serially(workers, *arrays):
         total = 0
-        for worker in prange(workers):
+        for worker in range(workers):
             mode = enter_ieee_mode()
             total += run(worker, workers, *arrays)
             leave_ieee_mode(mode)
         return total
 
+    def drive_threads(workers, threads, *arrays):
+        # Here and not in Python, where an interrupt could come between the loop and the return of the limit.
+        limit = swap_thread_limit(threads)
+        total = 0
+        for worker in prange(workers):
+            mode = enter_ieee_mode()
+            total += run(worker, workers, *arrays)
+            leave_ieee_mode(mode)
+        swap_thread_limit(limit)
+        return total
+
+    drive = drive_threads if parallel else drive_serially
     drive.__name__, drive.__qualname__, drive.__module__ = body.__name__, body.__qualname__, body.__module__
     dispatcher = njit(parallel=parallel, **_OPTIONS)(drive)
-    # Nowhere to write (a read-only install without a home): compiled anew in each process.
-    with contextlib.suppress(RuntimeError, OSError):
-        dispatcher._cache = _KernelCache(drive, parallel)
+    # Nowhere to write (a read-only install without a home) or a junk setting of Numba's, whose locators raise anything
+    # then; or no sources to tell stale code by: compiled anew in each process.
+    if _SOURCES:
+        with contextlib.suppress(Exception):
+            dispatcher._cache = _KernelCache(drive, parallel)
     return dispatcher
 
 
-@cache
-def sources_digest():
-    """Digest of all kernel sources, so that an edit of any of them makes every cached kernel stale."""
+def _sources_digest():
+    """Digest of all kernel sources, so that an edit of any of them makes every cached kernel stale.
+
+    ``None`` where they are not to be had: bytecode alone, or a frozen program.
+    """
     digest = hashlib.sha256(numba.__version__.encode())
-    for source in sorted(resources.files(__package__).iterdir(), key=lambda entry: entry.name):
-        if source.name.endswith(".py"):
-            digest.update(source.name.encode())
-            digest.update(source.read_bytes())
+    modules = [f"{__package__}.{module.name}" for module in pkgutil.iter_modules(sys.modules[__package__].__path__)]
+    if __name__ not in modules:  # an importer that lists nothing
+        return None
+    for name in sorted(modules):
+        try:
+            source = find_spec(name).loader.get_source(name)
+        except (AttributeError, ImportError):
+            return None
+        if source is None:
+            return None
+        digest.update(f"{name} {len(source)} {source}".encode())
     return digest.hexdigest()
 
 
+# Of the sources as they were imported: a program that outlives an edit or an upgrade must not file its old code as new.
+_SOURCES = _sources_digest()
+
+
 class _CacheFile(IndexDataCacheFile):
-    """One file an entry, which holds its own key.
+    """One file an entry, which holds its own key and a digest of its data.
 
     Numba's index tells which numbered file holds an entry, and a full disk, a kill or two processes at once can make
-    it tell wrong: one dtype's machine code for another's data. A file that is not its key's is no entry.
+    it tell wrong: one dtype's machine code for another's data. A file that is not its key's is no entry, and its data
+    is not even unpickled: another version's may not be there to unpickle. A flipped bit that goes unnoticed is worse
+    than an error: LLVM aborts the process over damaged code.
     """
 
     def save(self, key, data):
-        self._save_data(self._name_of(key), (key, data))
+        data = self._dump(data)
+        self._save_data(self._name_of(key), (key, hashlib.sha256(data).digest(), data))
 
     def load(self, key):
         try:
-            found, data = self._load_data(self._name_of(key))
+            found, digest, data = self._load_data(self._name_of(key))
         except FileNotFoundError:
             return None
-        return data if found == key else None
+        if found != key:
+            return None
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError("not the bytes that were written")
+        return pickle.loads(data)  # noqa: S301
 
     def _name_of(self, key):
         _digest, *rest = key  # left out of the name, so that a new version overwrites the old one's files
@@ -151,7 +211,7 @@ class _KernelCache(FunctionCache):
         self._cache_file = _CacheFile(self._cache_path, self._impl.filename_base, None)
 
     def _index_key(self, sig, codegen):
-        return sources_digest(), self._identity, repr(sig), codegen.magic_tuple()
+        return _SOURCES, self._identity, repr(sig), codegen.magic_tuple()
 
     def _load_overload(self, sig, target_context):
         # A truncated file can raise nearly anything while it is unpickled. Compiling anew is always right, and writes
