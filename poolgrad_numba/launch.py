@@ -29,7 +29,7 @@ def launch(kernel: Kernel, workers: int, *arrays: Any) -> int:
     if threads == 1 or not numba_threads.start():
         return int(kernel.serial(workers, *arrays))
     if numba.threading_layer() != "workqueue":
-        return int(kernel.parallel(workers, threads, *arrays))
+        return numba_threads.call(kernel.parallel, workers, threads, *arrays)
     if not _started_by_python():
         return int(kernel.serial(workers, *arrays))
     with _workqueue_lock:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +17,14 @@ from poolgrad_numba import process
 from poolgrad_numba.errors import PoolGradError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # A forked child has none of its parent's threads. Where Numba's were up, a launch would kill or hang it, and they
-# cannot be started anew. Where another library may have used the very GNU OpenMP that Numba uses, starting them would
-# hang it.
+# cannot be started anew. Where another library may have used the very GNU OpenMP that Numba uses, a launch would wait
+# for the forking thread's lost team; a new thread has no such memory.
 _lost = False
 _openmp_before_fork: set[str] = set()
+_new_thread: ThreadPoolExecutor | None = None
 
 
 def _after_fork() -> None:
@@ -61,12 +65,11 @@ if process.was_forked():
 
 def start() -> bool:
     """Start the threads where they are not up; whether they may be used."""
-    global _lost  # noqa: PLW0603
+    global _new_thread  # noqa: PLW0603
     if not are_up() and not _lost:
         openmp = _openmp()
         if openmp is not None and _file_of(openmp.omp_get_max_threads) in _openmp_before_fork:
-            _lost = True
-            return False
+            _new_thread = ThreadPoolExecutor(1, "poolgrad_numba")
         try:
             with _settings_kept(openmp):
                 numba.get_num_threads()
@@ -75,16 +78,35 @@ def start() -> bool:
     return not _lost
 
 
+def call(parallel: Callable[..., int], *arguments: Any) -> int:
+    """Call compiled code that uses the threads, from this thread or one that can."""
+    if _new_thread is None or threading.get_native_id() != os.getpid():
+        return int(parallel(*arguments))
+    running = _new_thread.submit(parallel, *arguments)
+    try:
+        return int(running.result())
+    finally:
+        wait([running])  # an interrupt, too, comes through only when the result is no longer written
+
+
 def _openmp() -> ctypes.CDLL | None:
-    """Load the OpenMP library that Numba's omp layer was linked to, where it can be reached."""
+    """Find the OpenMP library that Numba's omp layer calls, where it can be reached.
+
+    That is not always the one that it was linked to: PyTorch, where it was imported before, makes its own the
+    process's.
+    """
     try:
         from numba.np.ufunc import omppool  # type: ignore[attr-defined]  # noqa: PLC0415  (not on every platform)
-
-        openmp = ctypes.CDLL(omppool.__file__)
-        openmp.omp_get_max_threads, openmp.omp_get_max_active_levels  # noqa: B018
-    except (ImportError, OSError, AttributeError):
+    except ImportError:
         return None
-    return openmp
+    for place in (None, omppool.__file__):
+        try:
+            openmp = ctypes.CDLL(place)
+            openmp.omp_get_max_threads, openmp.omp_get_max_active_levels  # noqa: B018
+        except (OSError, TypeError, AttributeError):  # Windows has no library of all that is loaded
+            continue
+        return openmp
+    return None
 
 
 def _file_of(function: Any) -> str | None:

@@ -116,7 +116,7 @@ def _positive(parameters):
 
 
 def max_pool_indices(x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False):
-    """Flat index of each window's first maximum; x is (planes, spatial...)."""
+    """Flat index of each window's first maximum, or last NaN; x is (planes, spatial...)."""
     spatial = x.ndim - 1
     kernel, padding, dilation = (as_axes(v, spatial) for v in (kernel_size, padding, dilation))
     stride = kernel if stride is None else as_axes(stride, spatial)
@@ -138,10 +138,13 @@ def adaptive_max_pool_indices(x, output_size):
 
 
 def _first_maxima(x, windows):
+    """The first of equal maxima, but the last of NaN."""
     flat_index = np.arange(int(np.prod(x.shape[1:]))).reshape(x.shape[1:])
     result = np.empty((len(x), *map(len, windows)), np.int64)
     for o in itertools.product(*(range(len(axis)) for axis in windows)):
         cells = np.ix_(*(axis[i] for axis, i in zip(windows, o, strict=True)))
         values = x[(slice(None), *cells)].reshape(len(x), -1)
-        result[(slice(None), *o)] = flat_index[cells].reshape(-1)[values.argmax(axis=1)]
+        for plane, window in enumerate(values):
+            best = next((i for i in reversed(range(window.size)) if np.isnan(window[i])), window.argmax())
+            result[(plane, *o)] = flat_index[cells].reshape(-1)[best]
     return result

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 import cases
 import poolgrad_numba as pg
 import reference
-from support import THREADS, algorithms, plan_for, same_bits
+from poolgrad_numba.cli import forward
+from support import THREADS, algorithms, plan_for, python, same_bits
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'poolgrad_numba[torch]'")
 aten = torch.ops.aten
@@ -31,8 +32,8 @@ def problem(draw, operator):
     rough = lambda shape: (rng.standard_normal(shape) * 2.0 ** rng.integers(-9, 10, shape)).astype(dtype)  # noqa: E731
     if operator.startswith("adaptive"):
         output = tuple(draw(st.integers(1, 20)) for _ in range(spatial))
-        forward = functional.adaptive_max_pool2d if spatial == 2 else functional.adaptive_max_pool3d
-        y, indices = forward(x, output, return_indices=True)
+        pool = functional.adaptive_max_pool2d if spatial == 2 else functional.adaptive_max_pool3d
+        y, indices = pool(x, output, return_indices=True)
         grad = rough(tuple(y.shape))
         backward = aten.adaptive_max_pool2d_backward if spatial == 2 else aten.adaptive_max_pool3d_backward
         return lead + size, {}, grad, indices.numpy(), backward(tensor(grad), x, indices).numpy()
@@ -138,3 +139,52 @@ def test_tensors_serve_as_arrays():
     assert got.reshape(-1)[[0, 1, 2, 15]].tolist() == [1, 1, 1, 1]
     with pytest.raises(pg.PoolGradTypeError, match="grad_output: got Tensor, which is no array"):
         pg.max_pool2d_with_indices_backward(grad.requires_grad_(), (1, 1, 4, 4), indices, 2)
+
+
+@pytest.mark.trap("T34")
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_t34_workers_of_a_data_loader(method):
+    """The loop ends, with the parent's bytes, and PyTorch keeps its threads."""
+    python(f"""
+import torch, children
+torch.set_num_threads(3)
+torch.ones(1000, 1000).sum()  # so that PyTorch's threads are up as well
+want = children.digest()
+assert torch.get_num_threads() == 3
+for _ in range(2):
+    loader = torch.utils.data.DataLoader(children.Digests(), None, num_workers=2, multiprocessing_context={method!r},
+                                         timeout=60)
+    assert list(loader) == [want] * 6
+    assert children.digest() == want
+    assert torch.get_num_threads() == 3
+""")
+
+
+@pytest.mark.parametrize("first", ["torch", "poolgrad_numba"])
+def test_pytorchs_thread_count_stays(first):
+    python(
+        f"""
+import {first}
+import torch, children
+before = torch.get_num_threads(), torch.get_num_interop_threads()
+for threads in (None, 1, 2):
+    if threads:
+        torch.set_num_threads(threads)
+        before = threads, before[1]
+    children.digest()
+    assert (torch.get_num_threads(), torch.get_num_interop_threads()) == before
+    assert children.on_a_thread(lambda: (children.digest(), torch.get_num_threads())[1]) == before[0]
+""",
+        OMP_NUM_THREADS="3",
+    )
+
+
+@pytest.mark.trap("T43")
+def test_t43_the_forward_of_the_tests_and_the_demo_has_pytorchs_rule_for_nan():
+    values = np.float32([np.nan, -np.inf, np.inf, 0, 1])
+    x = np.random.default_rng(0).choice(values, (300, 6, 6), p=[0.1, 0.5, 0.1, 0.2, 0.1])
+    pooled, indices = functional.max_pool2d(tensor(x), 3, 1, 1, return_indices=True)
+    ours, where = forward.max_pool(x, [forward.sliding_axis(6, 3, 1, 1)] * 2)
+    assert np.array_equal(ours, pooled.numpy(), equal_nan=True)
+    assert np.array_equal(where, indices.numpy())
+    assert np.array_equal(reference.max_pool_indices(x, 3, 1, 1), indices.numpy())

@@ -797,3 +797,21 @@ def test_t42_ties_give_the_first_cell():
     assert not values.any()
     assert indices.ravel().tolist() == [0, 2, 8, 10]
     assert np.array_equal(indices, reference.max_pool_indices(np.zeros((1, 4, 4)), 2))
+
+
+@pytest.mark.trap("T43")
+@pytest.mark.parametrize("kernel", [1, 2, 3])
+def test_t43_nan_wins_and_minus_infinity_is_a_value(kernel):
+    windows = [forward.sliding_axis(6, kernel=kernel, stride=1, padding=kernel // 2)] * 2
+    x = np.random.default_rng(0).choice(F4([np.nan, -np.inf, np.inf, 0, 1]), (50, 6, 6), p=[0.1, 0.5, 0.1, 0.2, 0.1])
+    x[0] = -np.inf
+    x[1] = np.nan
+    values, indices = forward.max_pool(x, windows)
+    assert np.array_equal(indices, reference.max_pool_indices(x, kernel, 1, kernel // 2))
+    named = np.take_along_axis(x.reshape(50, -1), indices.reshape(50, -1), 1)
+    assert np.array_equal(named.reshape(values.shape), values, equal_nan=True)
+    gradient = np.ones(indices.shape, F4)
+    assert pg.max_pool2d_with_indices_backward(gradient, x.shape, indices, kernel, 1, kernel // 2).sum() == indices.size
+    if kernel == 2:
+        assert indices[0, 3, 3] == 2 * 6 + 2  # the first cell of a window of -inf alone
+        assert indices[1, 3, 3] == 3 * 6 + 3  # the last of one of NaN alone

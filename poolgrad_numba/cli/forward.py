@@ -1,4 +1,4 @@
-"""Forward pooling in plain NumPy, to make the operands of a gradient from real input. Finite values only."""
+"""Forward pooling in plain NumPy, to make the operands of a gradient from real input."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def adaptive_axis(size: int, outputs: int) -> NDArray[np.int64]:
 def max_pool(values: NDArray[Any], axes: Sequence[NDArray[np.int64]]) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Pool the last ``len(axes)`` axes: the largest value of each window, and its flat index inside the plane.
 
-    Of equal values the first in row-major order counts, as taps are visited in that order and only a larger value
-    takes over.
+    Of equal values the first in row-major order counts, of NaN the last, as PyTorch has it: taps are visited in that
+    order, and a larger value or a NaN takes over.
     """
     size = values.shape[-len(axes) :]
     planes = values.reshape(*values.shape[: -len(axes)], math.prod(size))
     shape = (*planes.shape[:-1], *(len(axis) for axis in axes))
     best = np.full(shape, -np.inf, values.dtype)
-    where = np.zeros(shape, np.int64)
+    where = np.full(shape, -1)
     for flat, inside in _taps(axes, size):
-        found = np.where(inside, planes[..., flat], -np.inf)
-        larger = found > best
-        best = np.where(larger, found, best)
-        where = np.where(larger, flat, where)
+        found = planes[..., flat]
+        takes = inside & ((found > best) | np.isnan(found) | (where < 0))
+        best = np.where(takes, found, best)
+        where = np.where(takes, flat, where)
     return best, where
 
 
