@@ -70,3 +70,13 @@ def test_architecture_lists_every_candidate():
     for operator in pg.OPS.values():
         for candidate in (*operator.fast, *operator.deterministic):
             assert f"| `{candidate.name}` |" in text
+
+
+def test_the_page_on_reliability_names_tests_that_exist():
+    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) > 10
+    for test in named:
+        assert any(f"def {test}(" in source for source in TESTS.values()), test
+    for file in re.findall(r"`tests/(test_\w+\.py)`", text):
+        assert file in TESTS

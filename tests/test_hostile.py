@@ -1,11 +1,13 @@
 """Whatever a caller passes: a result, or an error of ours, and nothing else."""
 
+import sys
+
 import numpy as np
 import pytest
 
 import cases
 import poolgrad_numba as pg
-from support import call, plan_for
+from support import call, plan_for, python
 
 CASE = next(case for case in cases.SMALL_CASES if case.name == "max_overlapping")
 GRAD, INDICES = CASE.gradient(), CASE.indices()
@@ -165,3 +167,54 @@ def test_shapes_are_checked_before_dtypes_and_parameters_before_all():
         pg.max_pool2d_with_indices_backward(wrong_dtype, (1, 1), INDICES, 0)
     with pytest.raises(pg.PoolGradValueError, match="output_size: got"):
         pg.make_plan(cases.ADAPTIVE2D, input_shape=(1, 1), output_size=-1)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs guard pages")
+def test_indices_that_another_thread_changes_during_the_call():
+    """The values are anyone's guess then, but nothing outside the operands is touched."""
+    python("""
+import threading, time
+import sys
+
+import numpy as np
+import cases
+import poolgrad_numba as pg
+from guarded import Guarded
+from support import algorithms, plan_for
+
+case = next(case for case in cases.SMALL_CASES if case.name == "adaptive2d_one_plane")
+legal = case.indices()
+cells = 90 * 75
+wrong = np.array([-1, cells, 2**31, 2**32 + 3, -(2**62), 5], np.int64)[np.arange(legal.size) % 6].reshape(legal.shape)
+done = threading.Event()
+for deterministic in (True, False):
+    for algorithm in algorithms(case.operator, deterministic=deterministic):
+        plan = plan_for(case, deterministic=deterministic, algorithm=algorithm, num_threads=2)
+        places = [Guarded(legal.size * 4), Guarded(legal.size * 8, right=False), Guarded(cells * 4),
+                  Guarded(plan.workspace_size)]
+        grad = places[0].array(legal.shape, np.float32)
+        grad[...] = 1
+        indices = places[1].array(legal.shape, np.int64)
+        indices[...] = legal
+        out = places[2].array(case.input_shape, np.float32)
+        plan.run(grad, indices, out=out, workspace=places[3].payload)
+        done.clear()
+        def change():
+            while not done.is_set():
+                for values in (wrong, legal):
+                    np.copyto(indices, values)
+        other = threading.Thread(target=change)
+        other.start()
+        end, refused = time.monotonic() + 0.7, 0
+        while time.monotonic() < end:
+            try:
+                plan.run(grad, indices, out=out, workspace=places[3].payload)
+            except pg.PoolGradIndexError:
+                refused += 1
+        done.set()
+        other.join()
+        assert refused, algorithm
+        assert all(place.intact() for place in places)
+        indices[...] = legal
+        assert plan.run(grad, indices, out=out).sum() == legal.size
+""")  # fmt: skip
