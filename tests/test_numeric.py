@@ -10,7 +10,7 @@ from numba import njit, prange
 import cases
 import poolgrad_numba as pg
 from poolgrad_numba.kernels import numeric
-from support import algorithms, call, plan_for, python, same_bits
+from support import algorithms, call, plan_for, same_bits
 
 CONVERSIONS = """
 import ml_dtypes
@@ -60,26 +60,6 @@ def test_t30_conversions_on_this_machine():
     space = {}
     exec(CONVERSIONS, space)  # noqa: S102
     space["check"]()
-
-
-@pytest.mark.trap("T30")
-@pytest.mark.parametrize(
-    "target",
-    [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2"}],
-    ids=["generic", "AVX2 without F16C"],
-)
-def test_t30_conversions_without_hardware_support(target):
-    operators = """
-import cases, reference
-from support import call, same_bits
-for case in cases.SMALL_CASES:
-    if case.name in ("max_overlapping", "adaptive3d_ragged", "avg_asymmetric"):
-        for dtype in cases.DTYPES:
-            grad, indices = case.rough_gradient(dtype), case.indices()
-            want = reference.apply(case.operator, grad, case.input_shape, indices, **case.parameters)
-            assert same_bits(call(case, grad, indices, deterministic=True), want), (case.name, dtype)
-"""
-    python(CONVERSIONS + "check()" + operators, **target)
 
 
 def test_the_integer_form_is_what_the_hardware_gives():

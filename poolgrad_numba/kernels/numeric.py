@@ -19,10 +19,16 @@ def _machine(context):
     return str(triple).split("-", maxsplit=1)[0], features.split(",")
 
 
+# LLVM switches F16C off, whatever else says "+f16c", when one of these is off.
+_F16C_NEEDS = {f"-{name}" for name in ("f16c", "avx", "sse4.2", "sse4.1", "ssse3", "sse3", "sse2", "sse")}
+
+
 def half_in_hardware(context: Any) -> bool:
     """Whether code for this target converts float16 by instructions: F16C, or any AArch64."""
     architecture, features = _machine(context)
-    return architecture in _ARM or (architecture == "x86_64" and "+f16c" in features)
+    return architecture in _ARM or (
+        architecture == "x86_64" and "+f16c" in features and _F16C_NEEDS.isdisjoint(features)
+    )
 
 
 # -- floating-point environment ----------------------------------------------------------------------------------
