@@ -123,7 +123,9 @@ assert loop(1000) == 499500
 def test_a_child_of_a_process_in_which_another_library_ran_openmp():
     """GNU OpenMP waits for ever, on the thread that forked, for the team which that had in the parent."""
     team = "import children; children.openmp_region(lambda: None)\n"
-    assert python(IMPORTED_IN_THE_CHILD.format(before=team), NUMBA_THREADING_LAYER="omp", NUMBA_NUM_THREADS="3").split() == ["3", "0"]
+    assert python(
+        IMPORTED_IN_THE_CHILD.format(before=team), NUMBA_THREADING_LAYER="omp", NUMBA_NUM_THREADS="3"
+    ).split() == ["3", "0"]
     out = python(f"""
 {team}
 print(*children.fork()[1:])

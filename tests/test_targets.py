@@ -154,3 +154,17 @@ grad, indices = np.float16([[[1, 2, 3]]]), np.array([[[1, 0, 1]]])
 assert pg.adaptive_max_pool2d_backward(grad, (1, 1, 2), indices, num_threads=1).tolist() == [[[2, 4]]]
 """
     python(code, NUMBA_CPU_NAME="nonsense")
+
+
+@pytest.mark.skipif(not X86, reason="features of x86-64")
+@pytest.mark.parametrize("features", ["+f16c,-f16c", "+f16c,-avx", "+f16c,-sse4.2"])
+def test_features_that_take_f16c_away_again(features):
+    """LLVM calls a routine that is not there where code asks for an instruction that it was told not to use."""
+    python(
+        """
+import numpy as np, poolgrad_numba as pg
+grad = np.float16([[[1.5]]])
+assert pg.adaptive_max_pool2d_backward(grad, (1, 1, 2), np.array([[[1]]])).tolist() == [[[0, 1.5]]]
+""",
+        **target("haswell", features),
+    )
