@@ -25,7 +25,8 @@ def soak(seconds, seed):
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=seconds + WARM_UP, env=environment, check=False
     )
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    if done.returncode:
+        pytest.fail(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
     return json.loads(done.stdout)
 
 
