@@ -31,13 +31,12 @@ def chosen(operator, shape, **options):
         ("tile_reduce", cases.MAX2D, (1, 1, 600, 600), {"kernel_size": 2, "num_threads": 1, "dtype": np.float16}),
         ("atomic_scatter", cases.ADAPTIVE2D, (1, 1, 512, 512), {"output_size": 1}),
         ("tile_reduce", cases.ADAPTIVE2D, (1, 1, 512, 512), {"output_size": 1, "deterministic": True}),
-        ("plane_spread", cases.AVG3D, (8, 8, 8, 16, 16), {"kernel_size": 5, "stride": 1}),
-        ("tile_spread", cases.AVG3D, (1, 1, 32, 64, 64), {"kernel_size": 5, "stride": 1}),
-        ("plane_gather", cases.AVG3D, (8, 8, 8, 16, 16), {"kernel_size": 3, "stride": 1}),
-        ("tile_gather", cases.AVG3D, (1, 1, 32, 64, 64), {"kernel_size": 3, "stride": 1}),
+        ("plane_spread", cases.AVG3D, (8, 8, 8, 16, 16), {"kernel_size": 3, "stride": 1}),
+        ("tile_spread", cases.AVG3D, (1, 1, 32, 64, 64), {"kernel_size": 3, "stride": 1}),
+        ("plane_gather", cases.AVG3D, (8, 8, 8, 16, 16), {"kernel_size": 2}),
+        ("tile_gather", cases.AVG3D, (1, 1, 32, 64, 64), {"kernel_size": 2}),
         ("plane_gather", cases.AVG3D, (8, 8, 8, 16, 16), {"kernel_size": 3, "stride": 1, "deterministic": True}),
         ("tile_gather", cases.AVG3D, (1, 1, 32, 64, 64), {"kernel_size": 3, "stride": 1, "deterministic": True}),
-        ("row_add", cases.AVG3D, (8, 8, 4, 9, 99), {"kernel_size": (1, 1, 99)}),
     ],
 )
 def test_which_candidate_runs(want, operator, shape, options):

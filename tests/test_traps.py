@@ -641,17 +641,9 @@ def thresholds():
         cases.AVG3D,
         [((1, 1, 1, 3, n), {"kernel_size": (1, 2, 3), "stride": 1}) for n in (4095, 4096, 4097, 8193)],
     )
-    yield (
-        "sums of a block of rows",
-        cases.AVG3D,
-        [((1, 1, 2, h, w), {"kernel_size": (1, 2, 3), "stride": (1, s, s)}) for h, w in ((9, 681), (9, 683), (3, 2046),
-         (3, 2050), (3, 4097)) for s in (1, 2)],
-    )  # fmt: skip
-    yield "gather / row by row", cases.AVG3D, [((2, 2, 4, 6, 48), {"kernel_size": (1, 1, k)}) for k in (4, 6, 8)]
-    yield "phases", cases.AVG3D, [((1, 1, 4, 60, 480), {"kernel_size": (1, 1, k)}) for k in (15, 16, 17)]
     yield "runs / taps", cases.AVG3D, [((2, 2, 3, 4, n), {"kernel_size": (1, 1, 5), "stride": 1}) for n in (8, 9, 10)]
     for size in ((1, 2, 9, 9, 9), (1, 1, 16, 32, 40)):
-        yield f"gather / spread {size}", cases.AVG3D, [(size, {"kernel_size": k, "stride": 1}) for k in (1, 3, 5)]
+        yield f"gather / spread {size}", cases.AVG3D, [(size, {"kernel_size": k, "stride": 1}) for k in (1, 2, 3)]
 
 
 @pytest.mark.trap("T32")
@@ -702,14 +694,14 @@ def test_t37_import_starts_no_thread_compiles_nothing_and_pulls_in_no_framework(
     python("""
 import sys, threading
 import poolgrad_numba
-from poolgrad_numba.kernels import averaged, indexed, spread
+from poolgrad_numba.kernels import averaged, indexed
 from poolgrad_numba.kernels._jit import Kernel
 assert threading.active_count() == 1
 from pathlib import Path
 assert len(list(Path("/proc/self/task").iterdir())) == 1 if Path("/proc/self/task").exists() else True
 for name in ("torch", "jax", "dask", "rich", "matplotlib", "nibabel", "tensorflow", "hypothesis", "argparse"):
     assert name not in sys.modules or name == "argparse", name
-for module in (averaged, indexed, spread):
+for module in (averaged, indexed):
     for value in vars(module).values():
         if isinstance(value, Kernel):
             assert not value.serial.signatures and not value.parallel.signatures

@@ -5,23 +5,14 @@
 divisor_override or 0)), and comes in as the flat array ``numbers`` of these 17. A block is at most `BLOCK` cells of
 one row: what is split over workers, and what fits in L1.
 
-A term is ``grad[o] / divisor(o)``, computed once. Canonical order is ascending in the flat output index.
-
-The **gather** lays a plane's terms out on a grid with zeros around them. Along an axis, cell ``i`` has the position
-``q, r = divmod(i + padding, stride)``, and the terms that reach it are those of the outputs ``q - t`` with
-``t * stride + r < kernel``: for all cells of one phase ``r``, the same run of the grid, shifted by ``t``. So the cells
-of one phase are sums of shifted runs, ascending in the output as ``t`` falls, and a zero from around the terms changes
-no bit (a sum from +0.0 is never -0.0).
-
-The **rows** add each output's term to its run of cells, row by row: as canonical, and better where strides are long.
+A term is ``grad[o] / divisor(o)``, computed once. The gather adds a cell's terms in canonical order, ascending in the
+flat output index; the spread adds them axis by axis: kw + kh + kd additions a cell in place of kw * kh * kd.
 """
 
 from poolgrad_numba.kernels._jit import Kernel, helper, share
-from poolgrad_numba.kernels.lanes import sum_shifted
-from poolgrad_numba.kernels.numeric import accumulator, finish, narrow, widen
+from poolgrad_numba.kernels.numeric import accumulator, finish, widen
 
 BLOCK = 4096
-GATHER = 2048  # cells that the gather sums at a time: with the runs that it reads, they fit in L1
 
 
 @helper
@@ -68,12 +59,13 @@ def divide_part(grad, terms, divisor):
 
 
 @helper
-def divide_run(grad, terms, row, start, stop, geometry):
-    """terms[o - start] = grad[o] / divisor(o) for outputs [start, stop) of row ``row`` of a plane."""
+def divide_block(grad, terms, row, b, geometry):
+    """terms[o] = grad[o] / divisor(o) over block ``b`` of output row ``row`` of a plane."""
     depth, height, width, (include_pad, override) = geometry
-    _, W, kw, sw, pw = width
+    OW, W, kw, sw, pw = width
+    start, stop = b * BLOCK, min((b + 1) * BLOCK, OW)
     if override != 0:
-        divide_part(grad[start:stop], terms, override)
+        divide_part(grad[start:stop], terms[start:stop], override)
         return
     rows = extent(row // height[0], depth, include_pad) * extent(row % height[0], height, include_pad)
     # Windows [a, z) have their whole extent, so one divisor serves them all; the few others follow one by one.
@@ -82,157 +74,129 @@ def divide_run(grad, terms, row, start, stop, geometry):
     z = room // sw + 1 if room >= 0 else 0
     a = min(max(a, start), stop)
     z = min(max(z, a), stop)
-    divide_part(grad[a:z], terms[a - start : z - start], rows * kw)
+    divide_part(grad[a:z], terms[a:z], rows * kw)
     for o in range(start, a):
-        divide_part(grad[o : o + 1], terms[o - start : o - start + 1], rows * extent(o, width, include_pad))
+        divide_part(grad[o : o + 1], terms[o : o + 1], rows * extent(o, width, include_pad))
     for o in range(z, stop):
-        divide_part(grad[o : o + 1], terms[o - start : o - start + 1], rows * extent(o, width, include_pad))
+        divide_part(grad[o : o + 1], terms[o : o + 1], rows * extent(o, width, include_pad))
 
 
 @helper
-def span(axis):
-    """Positions of an axis of the grid: (zeros before the first term, positions of cells after those)."""
-    _, size, k, s, p = axis
-    return (k + s - 1) // s - 1, (size - 1 + p) // s + 1
+def add_part(source, target):
+    """Add ``source`` to ``target``, cell by cell."""
+    for i in range(target.size):
+        target[i] += source[i]
 
 
 @helper
-def taps(r, axis):
-    """Terms that reach a cell of phase ``r``."""
-    k, s = axis[2], axis[3]
-    return max(k - r + s - 1, 0) // s
-
-
-@helper
-def grid_rows(geometry):
-    """(rows, cells of a row) of the grid."""
-    depth, height, width, _ = geometry
-    (ld, qd), (lh, qh), (lw, qw) = span(depth), span(height), span(width)
-    return (ld + qd) * (lh + qh), lw + qw
-
-
-@helper
-def lay_rows(grad, grid, first, last, geometry):
-    """Fill blocks [first, last) of the rows of one plane's flat ``grid``: its terms, and zeros around them."""
-    depth, height, width, _ = geometry
-    OD, OH, OW = depth[0], height[0], width[0]
-    (ld, _), (lh, qh), (lw, _) = span(depth), span(height), span(width)
-    pitch = grid_rows(geometry)[1]
-    n = blocks(pitch)
-    for item in range(first, last):
-        row, base = item // n, item % n * BLOCK
-        end = min(base + BLOCK, pitch)
-        cells = grid[row * pitch + base : row * pitch + end]
-        od, oh = row // (lh + qh) - ld, row % (lh + qh) - lh
-        a, z = max(base - lw, 0), min(end - lw, OW)
-        if 0 <= od < OD and 0 <= oh < OH and a < z:
-            cells[: a + lw - base] = 0
-            divide_run(grad[od * OH + oh], cells[a + lw - base : z + lw - base], od * OH + oh, a, z, geometry)
-            cells[z + lw - base :] = 0
+def add_windows(terms, cells, base, width):
+    """cells[w - base] += terms[o] for each output o of one row whose window holds w; ascending in o for every cell."""
+    OW, _, kw, sw, pw = width
+    end = base + cells.size
+    first, _ = covering(base, width)
+    _, last = covering(end - 1, width)
+    if kw > last - first:  # long windows, few outputs: one run of cells for each output
+        for o in range(first, last):
+            start = o * sw - pw
+            run = cells[max(start - base, 0) : min(start + kw, end) - base]
+            term = terms[o]
+            for i in range(run.size):
+                run[i] += term
+        return
+    for tap in range(kw - 1, -1, -1):  # a later tap of the window is an earlier output of the cell
+        a = max(base + pw - tap + sw - 1, 0) // sw
+        z = min((end - 1 + pw - tap) // sw + 1, OW) if end - 1 + pw >= tap else 0
+        if a >= z:
+            continue
+        source = terms[a:z]
+        start = a * sw - pw + tap - base
+        if sw == 1:
+            add_part(source, cells[start : start + source.size])
         else:
-            cells[:] = 0
+            target = cells[start::sw]
+            for i in range(source.size):
+                target[i] += source[i]
 
 
 @helper
-def gather_blocks(geometry):
-    """How the gather cuts a plane: (rows of a block, its columns, blocks of rows of a phase, of columns).
-
-    Rows of one phase are neighbours on the grid: short ones are summed together, in one run.
-    """
-    qh, qw = span(geometry[1])[1], span(geometry[2])[1]
-    pitch = grid_rows(geometry)[1]
-    rows = max(GATHER // pitch, 1)
-    columns = qw if rows > 1 else min(qw, GATHER)
-    return rows, columns, (qh + rows - 1) // rows, (qw + columns - 1) // columns
-
-
-@helper
-def gather_items(geometry):
-    """Parts into which the gather of one plane can be split."""
-    _, _, n, m = gather_blocks(geometry)
-    return geometry[0][1] * geometry[1][3] * n * m
-
-
-@helper
-def list_shifts(shifts, d, h, w, area, pitch):
-    """Fill the shifts of ``d * h * w`` taps in canonical order, the earliest output first; gives their part."""
-    n = 0
-    for td in range(d - 1, -1, -1):
-        for th in range(h - 1, -1, -1):
-            for tw in range(w - 1, -1, -1):
-                shifts[n] = td * area + th * pitch + tw
-                n += 1
-    return shifts[:n]
-
-
-@helper
-def gather_part(grid, out, sums, shifts, first, last, geometry):
-    """Fill items [first, last) of one plane's rows from its grid. sums: (stride of the width, room for a block)."""
-    depth, height, width, _ = geometry
-    _, H, _, sh, ph = height
-    _, W, _, sw, pw = width
-    (ld, _), (lh, qh), (lw, qw) = span(depth), span(height), span(width)
-    pitch = grid_rows(geometry)[1]
-    area = (lh + qh) * pitch
-    rows, columns, n, m = gather_blocks(geometry)
+def divide_rows(grad, terms, first, last, geometry):
+    """Fill the terms of blocks [first, last) of one plane's output rows."""
+    n = blocks(grad.shape[1])
     for item in range(first, last):
-        d, rh = item // (m * n * sh), item // (m * n) % sh
-        q0, c0 = item // m % n * rows, item % m * columns
-        q1, c1 = min(q0 + rows, qh), min(c0 + columns, qw)
-        qd, rd = (d + depth[4]) // depth[3], (d + depth[4]) % depth[3]
-        start = (qd + ld) * area + (q0 + lh) * pitch + c0 + lw
-        length = (q1 - q0 - 1) * pitch + c1 - c0
-        for rw in range(sw):
-            reach = list_shifts(shifts, taps(rd, depth), taps(rh, height), taps(rw, width), area, pitch)
-            sum_shifted(grid, start, reach, sums[rw, :length])
-        for q in range(q0, q1):
-            h = q * sh + rh - ph
-            if 0 <= h < H:
-                row = out[d * H + h]
-                for rw in range(sw):
-                    a = max(c0, (max(pw - rw, 0) + sw - 1) // sw)
-                    z = min(c1, (W - 1 + pw - rw) // sw + 1)
-                    if a < z:
-                        place = (q - q0) * pitch - c0
-                        put(sums[rw, place + a : place + z], row, a * sw + rw - pw, sw)
+        row = item // n
+        divide_block(grad[row], terms[row], row, item % n, geometry)
 
 
 @helper
-def put(sums, row, start, step):
-    """row[start + i * step] = sums[i], rounded once."""
-    if step == 1:
-        target = row[start : start + sums.size]
-        for i in range(sums.size):
-            target[i] = narrow(sums[i], row)
-    else:
-        target = row[start::step]
-        for i in range(sums.size):
-            target[i] = narrow(sums[i], row)
-
-
-@helper
-def add_rows(grad, out, term, scratch, first, last, geometry):
-    """Fill blocks [first, last) of one plane's input rows, output by output in canonical order."""
+def gather_rows(terms, out, scratch, first, last, geometry):
+    """Fill blocks [first, last) of one plane's input rows from its terms (OD*OH, OW), in canonical order."""
     depth, height, width, _ = geometry
-    OH, H, (_, W, kw, sw, pw) = height[0], height[1], width
+    OH, H, W = height[0], height[1], width[1]
     n = blocks(W)
     for item in range(first, last):
         row, base = item // n, item % n * BLOCK
         target = out[row, base : min(base + BLOCK, W)]
-        end = base + target.size
         cells = accumulator(target, scratch)
         cells[:] = 0
         od0, od1 = covering(row // H, depth)
         oh0, oh1 = covering(row % H, height)
-        a, _ = covering(base, width)
-        _, z = covering(end - 1, width)
         for od in range(od0, od1):
             for oh in range(oh0, oh1):
-                for o in range(a, z):
-                    divide_run(grad[od * OH + oh], term, od * OH + oh, o, o + 1, geometry)
-                    run = cells[max(o * sw - pw - base, 0) : max(min(o * sw - pw + kw, end) - base, 0)]
-                    for i in range(run.size):
-                        run[i] += term[0]
+                add_windows(terms[od * OH + oh], cells, base, width)
+        finish(cells, target)
+
+
+@helper
+def widen_rows(grad, terms, wide, first, last, geometry):
+    """Spread along W: fill blocks [first, last) of ``wide`` (OD*OH, W) from the plane's output rows.
+
+    terms: one worker's room for a row of terms; each block divides only those that reach it.
+    """
+    width = geometry[2]
+    W = width[1]
+    n = blocks(W)
+    for item in range(first, last):
+        row, base = item // n, item % n * BLOCK
+        cells = wide[row, base : min(base + BLOCK, W)]
+        cells[:] = 0
+        o0, _ = covering(base, width)
+        _, o1 = covering(base + cells.size - 1, width)
+        for b in range(o0 // BLOCK, blocks(o1)):
+            divide_block(grad[row], terms, row, b, geometry)
+        add_windows(terms, cells, base, width)
+
+
+@helper
+def heighten_rows(wide, high, first, last, geometry):
+    """Spread along H: fill blocks [first, last) of ``high`` (OD*H, W) from ``wide`` (OD*OH, W)."""
+    _, height, width, _ = geometry
+    OH, H, W = height[0], height[1], width[1]
+    n = blocks(W)
+    for item in range(first, last):
+        row, base = item // n, item % n * BLOCK
+        end = min(base + BLOCK, W)
+        cells = high[row, base:end]
+        cells[:] = 0
+        oh0, oh1 = covering(row % H, height)
+        for oh in range(oh0, oh1):
+            add_part(wide[row // H * OH + oh, base:end], cells)
+
+
+@helper
+def deepen_rows(high, out, scratch, first, last, geometry):
+    """Spread along D: fill blocks [first, last) of one plane's input rows from ``high`` (OD*H, W)."""
+    depth, height, width, _ = geometry
+    H, W = height[1], width[1]
+    n = blocks(W)
+    for item in range(first, last):
+        row, base = item // n, item % n * BLOCK
+        end = min(base + BLOCK, W)
+        target = out[row, base:end]
+        cells = accumulator(target, scratch)
+        cells[:] = 0
+        od0, od1 = covering(row // H, depth)
+        for od in range(od0, od1):
+            add_part(high[od * H + row % H, base:end], cells)
         finish(cells, target)
 
 
@@ -240,14 +204,26 @@ def add_rows(grad, out, term, scratch, first, last, geometry):
 
 
 @Kernel
-def plane_gather(worker, workers, grad, out, grid, sums, shifts, numbers):
-    """Each plane is owned by one worker, which lays its terms out and gathers. grid: (workers, cells)."""
+def plane_gather(worker, workers, grad, out, terms, scratch, numbers):
+    """Each plane is owned by one worker, which divides once and gathers. terms: (workers, OD*OH, OW)."""
     geometry = unpack(numbers)
-    rows, pitch = grid_rows(geometry)
     first, last = share(worker, workers, grad.shape[0])
     for p in range(first, last):
-        lay_rows(grad[p], grid[worker], 0, rows * blocks(pitch), geometry)
-        gather_part(grid[worker], out[p], sums[worker], shifts[worker], 0, gather_items(geometry), geometry)
+        divide_rows(grad[p], terms[worker], 0, grad.shape[1] * blocks(grad.shape[2]), geometry)
+        gather_rows(terms[worker], out[p], scratch[worker], 0, out.shape[1] * blocks(out.shape[2]), geometry)
+    return 0
+
+
+@Kernel
+def plane_spread(worker, workers, grad, out, terms, wide, high, scratch, numbers):
+    """Each plane is owned by one worker, which spreads along W, H and D. wide, high: one plane a worker."""
+    geometry = unpack(numbers)
+    n = blocks(out.shape[2])
+    first, last = share(worker, workers, grad.shape[0])
+    for p in range(first, last):
+        widen_rows(grad[p], terms[worker], wide[worker], 0, wide.shape[1] * n, geometry)
+        heighten_rows(wide[worker], high[worker], 0, high.shape[1] * n, geometry)
+        deepen_rows(high[worker], out[p], scratch[worker], 0, out.shape[1] * n, geometry)
     return 0
 
 
@@ -261,37 +237,60 @@ def part(p, first, last, items):
 
 
 @Kernel
-def lay(worker, workers, grad, grid, numbers):
-    """First stage of the gather inside planes: each worker owns a run of the grids' rows. grid: (planes, cells)."""
+def divide(worker, workers, grad, terms, numbers):
+    """First stage of the gather inside planes: each worker owns a run of the term rows (planes, OD*OH, OW)."""
     geometry = unpack(numbers)
-    rows, pitch = grid_rows(geometry)
-    items = rows * blocks(pitch)
+    items = grad.shape[1] * blocks(grad.shape[2])
     first, last = share(worker, workers, grad.shape[0] * items)
     for p in range(first // items, (last + items - 1) // items):
         a, z = part(p, first, last, items)
-        lay_rows(grad[p], grid[p], a, z, geometry)
+        divide_rows(grad[p], terms[p], a, z, geometry)
     return 0
 
 
 @Kernel
-def gather(worker, workers, grid, out, sums, shifts, numbers):
-    """Second stage: each worker owns a run of blocks of input rows and gathers them in canonical order."""
-    geometry = unpack(numbers)
-    items = gather_items(geometry)
-    first, last = share(worker, workers, out.shape[0] * items)
-    for p in range(first // items, (last + items - 1) // items):
-        a, z = part(p, first, last, items)
-        gather_part(grid[p], out[p], sums[worker], shifts[worker], a, z, geometry)
-    return 0
-
-
-@Kernel
-def add_outputs(worker, workers, grad, out, term, scratch, numbers):
-    """Each worker owns a run of input rows and adds to them output by output. term: (workers, 1)."""
+def gather(worker, workers, terms, out, scratch, numbers):
+    """Second stage: each worker owns a run of input rows and gathers them in canonical order."""
     geometry = unpack(numbers)
     items = out.shape[1] * blocks(out.shape[2])
     first, last = share(worker, workers, out.shape[0] * items)
     for p in range(first // items, (last + items - 1) // items):
         a, z = part(p, first, last, items)
-        add_rows(grad[p], out[p], term[worker], scratch[worker], a, z, geometry)
+        gather_rows(terms[p], out[p], scratch[worker], a, z, geometry)
+    return 0
+
+
+@Kernel
+def spread_width(worker, workers, grad, terms, wide, numbers):
+    """First stage of the spread inside planes: each worker owns a run of the rows of ``wide`` (planes, OD*OH, W)."""
+    geometry = unpack(numbers)
+    items = wide.shape[1] * blocks(wide.shape[2])
+    first, last = share(worker, workers, wide.shape[0] * items)
+    for p in range(first // items, (last + items - 1) // items):
+        a, z = part(p, first, last, items)
+        widen_rows(grad[p], terms[worker], wide[p], a, z, geometry)
+    return 0
+
+
+@Kernel
+def spread_height(worker, workers, wide, high, numbers):
+    """Second stage: each worker owns a run of the rows of ``high`` (planes, OD*H, W)."""
+    geometry = unpack(numbers)
+    items = high.shape[1] * blocks(high.shape[2])
+    first, last = share(worker, workers, high.shape[0] * items)
+    for p in range(first // items, (last + items - 1) // items):
+        a, z = part(p, first, last, items)
+        heighten_rows(wide[p], high[p], a, z, geometry)
+    return 0
+
+
+@Kernel
+def spread_depth(worker, workers, high, out, scratch, numbers):
+    """Third stage: each worker owns a run of input rows."""
+    geometry = unpack(numbers)
+    items = out.shape[1] * blocks(out.shape[2])
+    first, last = share(worker, workers, out.shape[0] * items)
+    for p in range(first // items, (last + items - 1) // items):
+        a, z = part(p, first, last, items)
+        deepen_rows(high[p], out[p], scratch[worker], a, z, geometry)
     return 0

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from poolgrad_numba.kernels import averaged as kernels
-from poolgrad_numba.kernels import spread as spread_kernels
-from poolgrad_numba.kernels.lanes import MOST_LANES
 from poolgrad_numba.launch import launch
 from poolgrad_numba.operands import Block, Operands
 from poolgrad_numba.ops.splits import judge_planes
@@ -65,22 +63,17 @@ def _high_rows(problem: Problem) -> tuple[int, int]:
     return problem.output_size[0] * problem.input_size[1], problem.input_size[2]
 
 
-def spans(problem: Problem) -> tuple[tuple[int, int], ...]:
-    """Of each axis of the gather's grid: (zeros before the first term, positions of cells after those)."""
-    return tuple((-(-k // s) - 1, (size - 1 + p) // s + 1) for _, size, k, s, p in axes(problem))
-
-
-def _grid(problem: Problem) -> tuple[int, int]:
-    """Shape of one plane's grid, with room for what a sum reads beyond its end."""
-    return 1, math.prod(lead + positions for lead, positions in spans(problem)) + MOST_LANES
+def _term_rows(problem: Problem) -> tuple[int, int]:
+    """Shape of one plane's terms: (OD*OH, OW)."""
+    OD, OH, OW = problem.output_size
+    return OD * OH, OW
 
 
 def _rows(problem: Problem, operands: Operands) -> tuple[NDArray[Any], NDArray[Any]]:
     """Give ``grad_output`` and the result as planes of rows."""
-    OD, OH, OW = problem.output_size
     D, H, W = problem.input_size
     return (
-        operands.grad.reshape(problem.planes, OD * OH, OW),
+        operands.grad.reshape(problem.planes, *_term_rows(problem)),
         operands.out.reshape(problem.planes, D * H, W),
     )
 
@@ -113,149 +106,67 @@ def _row_pieces(problem: Problem) -> int:
     return problem.planes * D * H * -(-W // kernels.BLOCK)
 
 
-def _gather_scratch(problem: Problem, workers: int, grids: int) -> tuple[Block, ...]:
-    _, _, kernel, stride, _ = zip(*axes(problem), strict=True)
-    taps = math.prod(-(-k // s) for k, s in zip(kernel, stride, strict=True))
-    return (
-        Block((grids, _grid(problem)[1]), problem.accumulator),
-        Block((workers, stride[2], kernels.GATHER + MOST_LANES), problem.accumulator),
-        Block((workers, taps), np.dtype(np.int64)),
-    )
-
-
-def gather_parts(problem: Problem) -> tuple[int, int]:
-    """(Parts into which the gather of a plane is cut, cells that it sums for each part and phase of the width)."""
-    depth, height, _ = axes(problem)
-    rows, (lead, columns) = spans(problem)[1][1], spans(problem)[2]
-    together = min(max(kernels.GATHER // (lead + columns), 1), rows)
-    run = min((together - 1) * (lead + columns) + columns, kernels.GATHER)
-    pieces = -(-columns // kernels.GATHER) if together == 1 else 1
-    return depth[1] * height[3] * -(-rows // together) * pieces, run
-
-
-def gather_cycles(problem: Problem) -> float:
-    """Estimate what the gather of a plane takes: half a cycle a vector and tap, 4 to put a vector, 60 a run."""
-    parts, run = gather_parts(problem)
-    vectors = -(-run // MOST_LANES) * 8
-    taps = math.prod(kernel / stride for _, _, kernel, stride, _ in axes(problem))
-    return parts * axes(problem)[2][3] * (60 + vectors * (taps / 2 + 4))
-
-
-def row_cycles(problem: Problem) -> float:
-    """Estimate what adding output by output takes: 20 cycles an output and row, and its cells in vectors of 8."""
-    depth, height, width = axes(problem)
-    reach = math.prod(-(-kernel // stride) for _, _, kernel, stride, _ in (depth, height))
-    return depth[1] * height[1] * reach * width[0] * (20 + width[2] / 8)
-
-
-_MOST_PHASES: Final = 16  # of the width, each with its own block of sums: all of them should fit in L1
-
-
-def _judge_gather(problem: Problem) -> Verdict:
-    """Refuse where runs are short: small planes with long strides."""
-    phases = axes(problem)[2][3]
-    if phases > _MOST_PHASES:
-        return Verdict(False, f"a stride of {phases} along the rows leaves runs of few cells")
-    gather, rows = gather_cycles(problem), row_cycles(problem)
-    estimate = f"an estimated {gather:.0f} cycles a plane, and {rows:.0f} row by row"
-    return Verdict(gather <= rows, estimate)
-
-
 class PlaneGather(Candidate):
     """Whole planes, canonical order."""
 
     name = "plane_gather"
-    how = "each worker owns whole planes, lays their terms out and sums shifted runs of them, in canonical order"
+    how = "each worker owns whole planes and gathers each cell's terms in canonical order"
     canonical = True
 
     def judge(self, problem: Problem) -> Verdict:
-        """Refuse where the grid wastes work, planes are too few for the threads, or too large for scratch in cache."""
-        return _both(_judge_gather(problem), judge_planes(problem, scratch_cells=_grid(problem)[1]))
+        """Refuse where planes are too few for the threads, or too large for scratch in cache."""
+        return judge_planes(problem, scratch_cells=problem.outputs)
 
     def pieces(self, problem: Problem) -> int:
         """Planes."""
         return problem.planes
 
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
-        """A grid, a block of sums and a list of shifts for each worker."""
-        return _gather_scratch(problem, workers, workers)
+        """A plane of terms for each worker."""
+        return Block((workers, *_term_rows(problem)), problem.accumulator), _rounding_room(problem, workers)
 
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
-        """Lay out and gather, plane by plane."""
+        """Divide and gather, plane by plane."""
         rows = _rows(plan.problem, operands)
         return launch(kernels.plane_gather, plan.workers, *rows, *scratch, geometry(plan.problem))
 
 
 class TileGather(Candidate):
-    """Blocks of rows, canonical order."""
+    """Runs of rows, canonical order."""
 
     name = "tile_gather"
-    how = "workers share the rows of every plane: terms are laid out, then shifted runs summed in canonical order"
-    canonical = True
-
-    def judge(self, problem: Problem) -> Verdict:
-        """Refuse where the grid wastes work."""
-        return _judge_gather(problem)
-
-    def pieces(self, problem: Problem) -> int:
-        """Blocks of rows."""
-        return problem.planes * gather_parts(problem)[0]
-
-    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
-        """The grids of a round of planes; a block of sums and a list of shifts for each worker."""
-        return _gather_scratch(problem, workers, _planes_a_round(problem, (_grid(problem),)))
-
-    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
-        """Lay out, then gather, a round of planes at a time."""
-        grad, out = _rows(plan.problem, operands)
-        grid, *room = scratch
-        numbers = geometry(plan.problem)
-        for planes, used in _rounds(plan.problem, grid):
-            launch(kernels.lay, plan.workers, grad[planes], grid[used], numbers)
-            launch(kernels.gather, plan.workers, grid[used], out[planes], *room, numbers)
-        return 0
-
-
-class RowAdd(Candidate):
-    """Runs of rows, output by output."""
-
-    name = "row_add"
-    how = "each worker owns a run of input rows and adds each output's term to its cells, in canonical order"
+    how = "each worker owns a run of input rows and gathers each cell's terms in canonical order"
     canonical = True
 
     def judge(self, problem: Problem) -> Verdict:  # noqa: ARG002
         """Never refuse."""
-        return Verdict(True, "takes any window, and little memory")
+        return Verdict(True, "rows split every plane, for one more pass over the terms")
 
     def pieces(self, problem: Problem) -> int:
         """Blocks of rows."""
         return _row_pieces(problem)
 
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
-        """One term, and a block of sums for each worker."""
-        return Block((workers, 1), problem.accumulator), _rounding_room(problem, workers)
+        """The terms of a round of planes."""
+        rows = _term_rows(problem)
+        terms = Block((_planes_a_round(problem, (rows,)), *rows), problem.accumulator)
+        return terms, _rounding_room(problem, workers)
 
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
-        """Add, row by row."""
-        rows = _rows(plan.problem, operands)
-        return launch(kernels.add_outputs, plan.workers, *rows, *scratch, geometry(plan.problem))
-
-
-def _both(first: Verdict, second: Verdict) -> Verdict:
-    """Give both reasons, unless the first is enough to refuse."""
-    joint = "and" if second.takes else "but"
-    return Verdict(second.takes, f"{first.why}, {joint} {second.why}") if first.takes else first
+        """Divide, then gather, a round of planes at a time."""
+        grad, out = _rows(plan.problem, operands)
+        terms, room = scratch
+        numbers = geometry(plan.problem)
+        for planes, used in _rounds(plan.problem, terms):
+            launch(kernels.divide, plan.workers, grad[planes], terms[used], numbers)
+            launch(kernels.gather, plan.workers, terms[used], out[planes], room, numbers)
+        return 0
 
 
 def _judge_spread(problem: Problem) -> Verdict:
-    """Refuse where gathering is faster: its additions, in registers, cost a ninth of the spread's, in memory.
-
-    The gather's own work counts as 53 of its additions. (Planes of 16 x 56 x 56: 27 taps 36 and 48 ms, 125 taps 80
-    and 64 ms; one of 128**3: 343 taps 74 and 42 ms.)
-    """
     gather, spread = additions(problem)
     counts = f"{gather:.0f} additions a cell by gathering, {spread:.1f} by spreading"
-    return Verdict(9 * spread < 53 + gather, counts)
+    return Verdict(spread < gather, counts)
 
 
 class PlaneSpread(Candidate):
@@ -267,8 +178,11 @@ class PlaneSpread(Candidate):
 
     def judge(self, problem: Problem) -> Verdict:
         """Refuse where gathering takes no more additions, or planes are too few or too large."""
+        verdict = _judge_spread(problem)
         cells = math.prod(_wide_rows(problem)) + math.prod(_high_rows(problem))
-        return _both(_judge_spread(problem), judge_planes(problem, scratch_cells=cells))
+        planes = judge_planes(problem, scratch_cells=cells)
+        joint = "and" if planes.takes else "but"
+        return Verdict(planes.takes, f"{verdict.why}, {joint} {planes.why}") if verdict.takes else verdict
 
     def pieces(self, problem: Problem) -> int:
         """Planes."""
@@ -281,7 +195,7 @@ class PlaneSpread(Candidate):
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
         """Divide and spread, plane by plane."""
         rows = _rows(plan.problem, operands)
-        return launch(spread_kernels.plane_spread, plan.workers, *rows, *scratch, geometry(plan.problem))
+        return launch(kernels.plane_spread, plan.workers, *rows, *scratch, geometry(plan.problem))
 
 
 class TileSpread(Candidate):
@@ -309,9 +223,9 @@ class TileSpread(Candidate):
         terms, wide, high, room = scratch
         numbers = geometry(plan.problem)
         for planes, used in _rounds(plan.problem, wide):
-            launch(spread_kernels.spread_width, plan.workers, grad[planes], terms, wide[used], numbers)
-            launch(spread_kernels.spread_height, plan.workers, wide[used], high[used], numbers)
-            launch(spread_kernels.spread_depth, plan.workers, high[used], out[planes], room, numbers)
+            launch(kernels.spread_width, plan.workers, grad[planes], terms, wide[used], numbers)
+            launch(kernels.spread_height, plan.workers, wide[used], high[used], numbers)
+            launch(kernels.spread_depth, plan.workers, high[used], out[planes], room, numbers)
         return 0
 
 
@@ -324,5 +238,5 @@ def _spread_scratch(problem: Problem, workers: int, slots: int) -> tuple[Block, 
     )
 
 
-DETERMINISTIC: Final = (PlaneGather(), TileGather(), RowAdd())
-FAST: Final = (PlaneSpread(), TileSpread(), *DETERMINISTIC)
+FAST: Final = (PlaneSpread(), TileSpread(), PlaneGather(), TileGather())
+DETERMINISTIC: Final = (PlaneGather(), TileGather())
