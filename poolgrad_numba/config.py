@@ -169,7 +169,7 @@ def set_config(
     >>> pg.set_config(deterministic=None)
     """
     global _process  # noqa: PLW0603  (the process default is this module's one piece of state)
-    with _process_lock:
+    with _process_lock.held:
         _process = _process.changed(deterministic, num_threads)
 
 

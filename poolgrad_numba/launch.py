@@ -32,7 +32,7 @@ def launch(kernel: Kernel, workers: int, *arrays: Any) -> int:
         return numba_threads.call(kernel.parallel, workers, threads, *arrays)
     if not _started_by_python():
         return int(kernel.serial(workers, *arrays))
-    with _workqueue_lock:
+    with _workqueue_lock.held:
         return int(kernel.parallel(workers, threads, *arrays))
 
 

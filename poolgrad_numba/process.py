@@ -7,7 +7,7 @@ import os
 import threading
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,10 +101,11 @@ def in_child(action: Callable[[], None]) -> None:
 
 
 class Lock:
-    """A reentrant lock (a signal handler may come back to it) that a forked child finds free.
+    """A reentrant lock (a signal handler may come back to it) that a forked child finds free: ``with lock.held:``.
 
-    For sections that no fork can be in the middle of but another thread's; made once a module, since it is never
-    given up.
+    ``held`` is the standard library's own lock: with an ``__enter__`` in Python, an interrupt between taking the lock
+    and entering the block would leave it taken for ever. For sections that no fork can be in the middle of but another
+    thread's; made once a module, since it is never given up.
     """
 
     def __init__(self) -> None:
@@ -112,10 +113,4 @@ class Lock:
         in_child(self._renew)
 
     def _renew(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: Any) -> None:
-        self._lock.release()
+        self.held = threading.RLock()

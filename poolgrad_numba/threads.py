@@ -41,7 +41,10 @@ def most() -> int:
 
 def limit() -> int:
     """Numba's own limit, which it keeps a thread; starts no thread."""
-    return int(numba.get_num_threads()) if are_up() and not _lost else most()
+    if not are_up() or _lost:
+        return most()
+    # Not numba.get_num_threads(): it takes a lock each time, which an interrupt at the wrong moment leaves taken.
+    return int(sys.modules["numba.np.ufunc.parallel"]._get_num_threads())  # noqa: SLF001
 
 
 def are_up() -> bool:

@@ -82,7 +82,7 @@ def test_a_lock_that_another_thread_holds_is_free_in_a_child():
     lock, taken, leave = process.Lock(), threading.Event(), threading.Event()
 
     def hold():
-        with lock, lock:
+        with lock.held, lock.held:
             taken.set()
             leave.wait(30)
 
@@ -91,7 +91,7 @@ def test_a_lock_that_another_thread_holds_is_free_in_a_child():
     taken.wait(30)
     child = os.fork()
     if child == 0:
-        with lock:
+        with lock.held:
             os._exit(0)
     leave.set()
     holder.join()

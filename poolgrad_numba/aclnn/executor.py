@@ -194,7 +194,7 @@ def execute(declaration: Declaration, workspace: Any, workspaceSize: Any, execut
     if not isinstance(executor, aclOpExecutor) or executor.declaration is not declaration:
         text = f"{declaration.name}: executor: got {show(executor)}, wanted one that its own first phase gave"
         return fail(aclnnStatus.ACLNN_ERR_INNER, text)
-    with _uses:
+    with _uses.held:
         if executor.over:
             return fail(aclnnStatus.ACLNN_ERR_INNER, f"{declaration.name}: executor: {executor.over}")
         plan, arrays = executor.plan, executor.arrays
@@ -264,7 +264,7 @@ def aclDestroyAclOpExecutor(executor: aclOpExecutor) -> int:
     """End an executor; runs of it that are queued still run."""
     if executor is None or not isinstance(executor, aclOpExecutor):
         return _executor_status(executor)
-    with _uses:
+    with _uses.held:
         status = _executor_status(executor)
         if not status:
             executor.end("it was destroyed")

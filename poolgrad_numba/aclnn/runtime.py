@@ -103,7 +103,7 @@ def _current_context() -> aclrtContext | None:
 def aclInit(configPath: str | None = None) -> int:
     """Initialise; a second time in a row is an error. The configuration file is not read."""
     del configPath
-    with _state.lock:
+    with _state.lock.held:
         if _state.initialised:
             return fail(aclError.ACL_ERROR_REPEAT_INITIALIZE, "aclInit: called twice without aclFinalize between")
         _state.initialised = True
@@ -115,7 +115,7 @@ def aclFinalize() -> int:
 
     What is queued runs; the status is that of the first failure which no synchronize has reported.
     """
-    with _state.lock:
+    with _state.lock.held:
         if not _state.initialised:
             return fail(aclError.ACL_ERROR_UNINITIALIZE, "aclFinalize: called without aclInit before")
         _state.initialised = False
@@ -142,7 +142,7 @@ def aclrtSetDevice(deviceId: int) -> int:
     """Make the device's default context current in this thread."""
     status = _check_device(deviceId)
     if not status:
-        with _state.lock:
+        with _state.lock.held:
             if _state.default is None or not _state.default.alive:
                 _state.default = aclrtContext()
             _current.context = _state.default
@@ -153,7 +153,7 @@ def aclrtResetDevice(deviceId: int) -> int:
     """End the device's default context."""
     status = _check_device(deviceId)
     if not status:
-        with _state.lock:
+        with _state.lock.held:
             default, _state.default = _state.default, None
         if default is not None:
             default.alive = False
@@ -208,7 +208,7 @@ def aclrtGetCurrentContext() -> tuple[aclrtContext | None, int]:
 def aclrtCreateStream() -> tuple[aclrtStream | None, int]:
     """Make a stream: phase 2 calls on it return at once and run in order."""
     stream = aclrtStream()
-    with _state.lock:
+    with _state.lock.held:
         _state.streams.add(stream)
     return stream, aclError.ACL_SUCCESS
 
