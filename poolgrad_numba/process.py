@@ -23,7 +23,7 @@ def cores() -> int:
 
 
 def quota(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> float:
-    """Give the cores' worth of time that this process's control groups and those above them allow; infinity if any.
+    """Give the cores' worth of time that this process's control groups and those above them allow; infinity: no limit.
 
     Both layouts are read: version 2 keeps quota and period in one file (``cpu.max``), version 1 in two. Inside a
     container the path may be the host's, which is not there; the groups that are there count.

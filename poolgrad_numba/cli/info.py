@@ -18,6 +18,7 @@ from poolgrad_numba.kernels.indexed import plane_scatter
 from poolgrad_numba.kernels.numeric import half_in_hardware
 from poolgrad_numba.process import cores
 from poolgrad_numba.threads import most as most_threads
+from poolgrad_numba.threads import start
 
 if TYPE_CHECKING:
     import argparse
@@ -100,9 +101,9 @@ def cpu_model() -> str:
 def threading_layer() -> str:
     """Name of the layer that Numba's threads run on."""
     try:
-        numba.get_num_threads()  # starts the threads
+        start()
         return str(numba.threading_layer())
-    except ValueError as error:
+    except (PoolGradError, ValueError) as error:
         return f"none ({error})"
 
 
