@@ -204,17 +204,21 @@ def pack(arrays: Operands, rooms: Sequence[NDArray[Any]]) -> Operands:
     return Operands(grad, indices, arrays.out if is_plain(arrays.out) else next(free))
 
 
+def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Give the dtype that kernels know a dtype by: 16-bit floats go as integers, uint16 float16, int16 bfloat16."""
+    if dtype.itemsize > 2:
+        return dtype
+    return np.dtype(np.uint16 if dtype == np.float16 else np.int16)
+
+
 def as_planes(arrays: Operands, problem: Problem) -> Operands:
     """View packed operands as (planes, outputs or cells).
 
-    16-bit floats become the integers that carry them: uint16 float16, int16 bfloat16. Inputs are always read-only:
-    Numba would compile once more for those that the caller made so.
+    Inputs are always read-only: Numba would compile once more for those that the caller made so.
     """
 
     def planes(array: NDArray[Any], length: int, *, readonly: bool) -> NDArray[Any]:
-        if array.dtype.itemsize == 2:
-            array = array.view(np.uint16 if array.dtype == np.float16 else np.int16)
-        view = array.reshape(problem.planes, length)
+        view = array.view(carrier(array.dtype)).reshape(problem.planes, length)
         view.flags.writeable = not readonly
         return view
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import reference
+from poolgrad_numba.bench import cases as speed
 
 MAX2D = "max_pool2d_with_indices_backward"
 ADAPTIVE2D = "adaptive_max_pool2d_backward"
@@ -115,6 +116,10 @@ def _avg3d(name, shape, kernel_size, stride=None, padding=0, *, small=True, **mo
     )
 
 
+def _large(case):
+    return Case(case.name, case.operator, case.input_shape, dict(case.parameters), case.output_size, small=False)
+
+
 CASES = (
     _max2d("max_overlapping", (2, 3, 9, 8), 3, 2, 1),
     _max2d("max_disjoint", (2, 3, 8, 6), 2),
@@ -149,17 +154,7 @@ CASES = (
     _avg3d("avg_window_longer_than_output", (1, 1, 3, 4, 40), (2, 3, 21), 1, (1, 1, 10)),
     _avg3d("avg_one_plane", (1, 1, 9, 17, 33), 3, 1, 1),
     _avg3d("avg_long_row", (1, 1, 1, 2, 9001), (1, 1, 3), (1, 1, 2), (0, 0, 1)),
-    _max2d("resnet_stem", (32, 64, 112, 112), 3, 2, 1, small=False),
-    _max2d("vgg", (16, 64, 224, 224), 2, small=False),
-    _max2d("sppf5", (8, 256, 40, 40), 5, 1, 2, small=False),
-    _max2d("one_plane", (1, 1, 4096, 4096), 3, 1, 1, small=False),
-    _max2d("one_plane_s2", (1, 1, 4096, 4096), 3, 2, 1, small=False),
-    Case("adaptive_head", ADAPTIVE2D, (32, 512, 14, 14), output_size=(7, 7), small=False),
-    Case("adaptive3d_video", ADAPTIVE3D, (4, 64, 16, 56, 56), output_size=(8, 7, 7), small=False),
-    _avg3d("avg_video", (2, 64, 16, 56, 56), 3, 1, 1, small=False),
-    _avg3d("avg_video_s2", (2, 64, 16, 56, 56), 3, 2, 1, small=False),
-    _avg3d("avg_volume", (1, 1, 128, 128, 128), 7, 1, 3, small=False),
-    _max2d("tiny", (1, 16, 28, 28), 2, small=False),
+    *(_large(case) for case in speed.BASE_CASES),
 )  # fmt: skip
 
 SMALL_CASES = tuple(case for case in CASES if case.small)

@@ -29,7 +29,8 @@ ARROWS = {
     "ops": {"kernels", "launch", "operands", "plan", "problem"},
     "aclnn": {"config", "errors", "operands", "plan", "process", "values"},
     "__init__": {"config", "errors", "ops", "plan"},
-    "cli": {"__init__", "aclnn", "config", "errors", "geometry", "kernels", "ops", "plan", "problem"}
+    "bench": {"__init__", "geometry", "kernels", "launch", "process"},
+    "cli": {"__init__", "aclnn", "bench", "config", "errors", "geometry", "kernels", "ops", "plan", "problem"}
     | {"process", "threads"},
     "__main__": {"cli"},
 }
@@ -48,6 +49,7 @@ OUTSIDE = {
     "ops": {"numpy"},
     "aclnn": {"numpy", "ml_dtypes"},
     "__init__": set(),
+    "bench": {"numpy", "matplotlib"},
     "cli": {"numba", "numpy", "ml_dtypes", "llvmlite", "rich", "matplotlib", "nibabel"},
     "__main__": set(),
 }

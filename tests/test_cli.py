@@ -17,7 +17,8 @@ import pytest
 
 import poolgrad_numba as pg
 from poolgrad_numba import aclnn
-from poolgrad_numba.cli import cases, common, demo, forward, info, main, oracle, warmup
+from poolgrad_numba.bench import forward
+from poolgrad_numba.cli import cases, common, demo, info, main, oracle, warmup
 from poolgrad_numba.cli.parser import make_parser
 from poolgrad_numba.threads import most as most_threads
 
@@ -96,7 +97,7 @@ def called(operator, arrays, window, **settings):
 # -- help and dispatch -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("subcommand", [None, "demo", "run", "info", "warmup"])
+@pytest.mark.parametrize("subcommand", [None, "demo", "run", "info", "warmup", "bench"])
 def test_help(command, subcommand):
     code, out, err = command(*filter(None, [subcommand]), "--help")
     assert (code, err) == (0, "")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import cases
 import poolgrad_numba as pg
 import reference
-from poolgrad_numba.cli import forward
+from poolgrad_numba.bench import forward
 from support import THREADS, algorithms, plan_for, python, same_bits
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'poolgrad_numba[torch]'")

@@ -11,7 +11,7 @@ import pytest
 import cases
 import poolgrad_numba as pg
 import reference
-from poolgrad_numba.cli import forward
+from poolgrad_numba.bench import forward
 from support import algorithms, call, plan_for, python, same_bits
 
 F4 = np.float32

@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0: done. 1: a check of the demo failed. 2: the arguments, a file or the installation is at fault, as one
-        line on stderr says.
+        0: done. 1: a check of the demo failed, or a comparison found something slower. 2: the arguments, a file or
+        the installation is at fault, as one line on stderr says.
     """
     try:
         code = _dispatch(argv)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import poolgrad_numba
-from poolgrad_numba.cli import forward, oracle
+from poolgrad_numba.bench import forward
+from poolgrad_numba.cli import oracle
 from poolgrad_numba.cli.common import CommandError
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def write_safely(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_safely(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a whole file or leave the former one as it was, whatever happens.
 
     ``write`` fills a temporary file in the same directory, which takes the place of ``path`` in one step.

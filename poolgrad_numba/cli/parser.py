@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from poolgrad_numba import OPS, __version__
+from poolgrad_numba.bench.cases import BY_NAME, QUICK
 from poolgrad_numba.cli.common import CommandError
 from poolgrad_numba.config import DETERMINISTIC_VARIABLE, NUM_THREADS_VARIABLE
 from poolgrad_numba.problem import INDEX_DTYPES, VALUE_DTYPES
@@ -62,6 +63,27 @@ serial and in its parallel form.
 Needs the extra packages: pip install 'poolgrad_numba[demo]'
 """
 
+_BENCH = """\
+Time both modes beside a plain copy and a streaming copy of as many bytes, and
+beside PyTorch and JAX where they are installed. All take turns inside this
+process, and every result is checked first. The tables show medians; the files
+hold all numbers.
+
+Needs the extra packages: pip install 'poolgrad_numba[demo]'
+"""
+
+_BENCH_END = """\
+examples: poolgrad-numba bench --quick --json now.json
+          poolgrad-numba bench compare before.json now.json
+"""
+
+_COMPARE = """\
+Compare two files of bench --json, row by row. A time counts beside what its own
+run took for a plain copy and for a fixed piece of the interpreter's work, so
+that two machines, or a busy one, can be compared. The exit code is 0 if no row
+of BASE became slower by more than the threshold or is missing in HEAD, else 1.
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage text, and whose options must be spelled out."""
@@ -80,7 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description="Gradients of pooling on multicore CPUs, in a fast mode and in a deterministic mode that gives "
         "the same bits for any number of threads.",
-        epilog="Exit codes: 0 done, 1 a check of the demo failed, 2 an error, which one line on stderr names.",
+        epilog="Exit codes: 0 done, 1 a check of the demo failed or a comparison found something slower, 2 an error, "
+        "which one line on stderr names.",
         formatter_class=argparse.HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
@@ -91,6 +114,11 @@ def make_parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="print versions, processor, threads and settings", description=_INFO)
     info.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     _add_warmup(commands.add_parser("warmup", help="compile kernels into the cache", description=_WARMUP))
+    _add_bench(
+        commands.add_parser(
+            "bench", help="time the operators, or compare two such runs", description=_BENCH, epilog=_BENCH_END
+        )
+    )
     return parser
 
 
@@ -163,3 +191,36 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     add("--dtypes", [dtype.name for dtype in VALUE_DTYPES], ["float32"], "dtypes of the values")
     add("--index-dtypes", [dtype.name for dtype in INDEX_DTYPES], ["int64"], "dtypes of the indices")
     add("--modes", ["fast", "deterministic"], ["fast", "deterministic"], "modes")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cases", metavar="NAME", nargs="+", choices=list(BY_NAME), help=f"one or more of: {', '.join(BY_NAME)}"
+    )
+    parser.add_argument(
+        "--threads", metavar="N", type=int, nargs="+", help="numbers of threads, one after the other (default: all)"
+    )
+    parser.add_argument("--rounds", metavar="N", type=_positive, help="turns of each (default: 20; with --quick, 5)")
+    parser.add_argument("--quick", action="store_true", help=f"fewer rounds, and only: {', '.join(QUICK)}")
+    parser.add_argument("--cold-start", action="store_true", help="also time first calls in fresh processes (minutes)")
+    for option, text in (
+        ("--json", "where to write all numbers, for compare"),
+        ("--csv", "where to write the rows as a table"),
+        ("--picture", "where to write a picture of the shares of the copy limit, a PNG file"),
+        ("--markdown", "where to write the tables for a page of documentation"),
+    ):
+        parser.add_argument(option, metavar="FILE", type=Path, help=text)
+    actions = parser.add_subparsers(dest="action", metavar="compare")
+    compare = actions.add_parser("compare", help="compare two files of --json", description=_COMPARE)
+    compare.add_argument("base", metavar="BASE", type=Path, help="file of the earlier run")
+    compare.add_argument("head", metavar="HEAD", type=Path, help="file of the later run")
+    compare.add_argument(
+        "--threshold", metavar="X", type=float, default=1.25, help="slowdown that is still allowed (default: 1.25)"
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}, wanted at least 1")
+    return number

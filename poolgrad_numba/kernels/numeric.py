@@ -13,7 +13,7 @@ from numba.extending import intrinsic, overload, register_jitable
 _ARM = ("aarch64", "arm64")
 
 
-def _machine(context):
+def machine(context):
     """(architecture, features) that code is generated for, as LLVM spells them."""
     triple, _cpu, features = context.codegen().magic_tuple()
     return str(triple).split("-", maxsplit=1)[0], features.split(",")
@@ -25,7 +25,7 @@ _F16C_NEEDS = {f"-{name}" for name in ("f16c", "avx", "sse4.2", "sse4.1", "ssse3
 
 def half_in_hardware(context: Any) -> bool:
     """Whether code for this target converts float16 by instructions: F16C, or any AArch64."""
-    architecture, features = _machine(context)
+    architecture, features = machine(context)
     return architecture in _ARM or (
         architecture == "x86_64" and "+f16c" in features and _F16C_NEEDS.isdisjoint(features)
     )
@@ -47,7 +47,7 @@ def _mxcsr(builder, name, slot):
 
 def _set_mode(context, builder, mode):
     """Write the control register from a 64-bit value."""
-    architecture, _ = _machine(context)
+    architecture, _ = machine(context)
     if architecture == "x86_64":
         slot = builder.alloca(ir.IntType(32))
         builder.store(builder.trunc(mode, ir.IntType(32)), slot)
@@ -59,7 +59,7 @@ def _set_mode(context, builder, mode):
 
 def _get_mode(context, builder):
     """Read the control register as a 64-bit value; 0 where there is none that is known."""
-    architecture, _ = _machine(context)
+    architecture, _ = machine(context)
     if architecture == "x86_64":
         slot = builder.alloca(ir.IntType(32))
         _mxcsr(builder, "stmxcsr", slot)
@@ -79,7 +79,7 @@ def enter_ieee_mode(typingctx):
 
     def generate(context, builder, signature, args):
         former = _get_mode(context, builder)
-        ieee = _IEEE_MXCSR if _machine(context)[0] == "x86_64" else _IEEE_FPCR
+        ieee = _IEEE_MXCSR if machine(context)[0] == "x86_64" else _IEEE_FPCR
         _set_mode(context, builder, ir.Constant(ir.IntType(64), ieee))
         return former
 
@@ -162,78 +162,78 @@ def _float_to_half_integer(x):
     return np.uint16(value | ((bits >> 16) & 0x8000))
 
 
-def _half_intrinsic(integer_form, signature, generate_hardware):
-    """Convert by hardware where the target has it, else by integer arithmetic: same bits.
-
-    Without F16C LLVM would call a library routine that is not there, and the process would die.
-    """
-
-    @intrinsic
-    def convert(typingctx, x):
-        if x != signature.args[0]:
-            return None
-
-        def generate(context, builder, sig, args):
-            if half_in_hardware(context):
-                return generate_hardware(builder, args[0])
-            return context.compile_internal(builder, integer_form, sig, args)
-
-        return signature, generate
-
-    return convert
+def _each_lane(context, builder, function, signature, x):
+    """Call a compiled function on a number, or on each lane of a vector."""
+    if not isinstance(x.type, ir.VectorType):
+        return context.compile_internal(builder, function, signature, [x])
+    result = ir.Constant(ir.VectorType(context.get_value_type(signature.return_type), x.type.count), ir.Undefined)
+    for lane in range(x.type.count):
+        place = ir.Constant(ir.IntType(32), lane)
+        number = context.compile_internal(builder, function, signature, [builder.extract_element(x, place)])
+        result = builder.insert_element(result, number, place)
+    return result
 
 
-_half_to_float = _half_intrinsic(
-    lambda h: _half_to_float_integer(h),  # compile_internal wants a plain function
-    types.float32(types.uint16),
-    lambda builder, h: builder.fpext(builder.bitcast(h, ir.HalfType()), ir.FloatType()),
-)
-_float_to_half = _half_intrinsic(
-    lambda x: _float_to_half_integer(x),
-    types.uint16(types.float32),
-    lambda builder, x: builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16)),
-)
+def _like(x, element):
+    """Give the type of ``x``, a number or a vector, with another element."""
+    return ir.VectorType(element, x.type.count) if isinstance(x.type, ir.VectorType) else element
 
 
-@register_jitable
-def _bfloat_to_float(b):
-    return float_of_bits(np.uint32(np.uint32(b) << 16))
+def _splat(kind, number):
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
 
 
-@register_jitable
-def _float_to_bfloat(x):
-    u = bits_of_float(x)
-    if (u & 0x7FFFFFFF) > 0x7F800000:  # a NaN must not round to infinity
-        return np.int16((u >> 16) | 0x0040)
-    return np.int16((u + 0x7FFF + ((u >> 16) & 1)) >> 16)
+def widen_value(context, builder, stored, x):
+    """Give a number, or a vector of them, of the stored type in the accumulation type."""
+    if stored == types.uint16:
+        # Without F16C LLVM would call a library routine that is not there, and the process would die.
+        if half_in_hardware(context):
+            return builder.fpext(builder.bitcast(x, _like(x, ir.HalfType())), _like(x, ir.FloatType()))
+        return _each_lane(context, builder, lambda h: _half_to_float_integer(h), types.float32(types.uint16), x)
+    if stored == types.int16:
+        bits = builder.zext(x, _like(x, ir.IntType(32)))
+        return builder.bitcast(builder.shl(bits, _splat(bits.type, 16)), _like(x, ir.FloatType()))
+    return x
 
 
-def widen(x):
+def narrow_value(context, builder, stored, x):
+    """Round an accumulated number, or a vector of them, to the stored type, to nearest even."""
+    if stored == types.uint16:
+        if half_in_hardware(context):
+            return builder.bitcast(builder.fptrunc(x, _like(x, ir.HalfType())), _like(x, ir.IntType(16)))
+        return _each_lane(context, builder, lambda x: _float_to_half_integer(x), types.uint16(types.float32), x)
+    if stored == types.int16:
+        kind = _like(x, ir.IntType(32))
+        u = builder.bitcast(x, kind)
+        high = builder.lshr(u, _splat(kind, 16))
+        half_way = builder.add(_splat(kind, 0x7FFF), builder.and_(high, _splat(kind, 1)))
+        rounded = builder.lshr(builder.add(u, half_way), _splat(kind, 16))
+        magnitude = builder.and_(u, _splat(kind, 0x7FFFFFFF))
+        nan = builder.icmp_unsigned(">", magnitude, _splat(kind, 0x7F800000))  # must not round to infinity
+        quiet = builder.or_(high, _splat(kind, 0x0040))
+        return builder.trunc(builder.select(nan, quiet, rounded), _like(x, ir.IntType(16)))
+    return x
+
+
+@intrinsic
+def widen(typingctx, x):
     """Give a stored value in the accumulation type."""
-    raise NotImplementedError("compiled code only")
+    wide = x if isinstance(x, types.Float) else types.float32
+
+    def generate(context, builder, signature, args):
+        return widen_value(context, builder, signature.args[0], args[0])
+
+    return wide(x), generate
 
 
-@overload(widen)
-def _widen(x):
-    if x == types.uint16:
-        return lambda x: _half_to_float(x)
-    if x == types.int16:
-        return lambda x: _bfloat_to_float(x)
-    return lambda x: x
-
-
-def narrow(x, out):
+@intrinsic
+def narrow(typingctx, x, out):
     """Give an accumulated value as ``out`` stores it, rounded once, to nearest even."""
-    raise NotImplementedError("compiled code only")
 
+    def generate(context, builder, signature, args):
+        return narrow_value(context, builder, signature.return_type, args[0])
 
-@overload(narrow)
-def _narrow(x, out):
-    if out.dtype == types.uint16:
-        return lambda x, out: _float_to_half(x)
-    if out.dtype == types.int16:
-        return lambda x, out: _float_to_bfloat(x)
-    return lambda x, out: x
+    return out.dtype(x, out), generate
 
 
 # -- accumulators ----------------------------------------------------------------------------------------------

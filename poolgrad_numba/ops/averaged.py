@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
 from poolgrad_numba.kernels import averaged as kernels
+from poolgrad_numba.kernels.lanes import MOST_LANES
 from poolgrad_numba.launch import launch
 from poolgrad_numba.operands import Block, Operands
-from poolgrad_numba.ops.splits import judge_planes
 from poolgrad_numba.plan import Candidate, Plan, Verdict
 
 if TYPE_CHECKING:
@@ -38,205 +39,165 @@ def axes(problem: Problem) -> tuple[Axis, Axis, Axis]:
     return depth, height, width
 
 
-def geometry(problem: Problem) -> NDArray[np.int64]:
-    """What the kernels know of the window: the three axes, and how to divide."""
+@lru_cache(maxsize=1024)
+def _numbers(problem: Problem, *, spread: bool) -> NDArray[np.int64]:
+    """What the kernels know: the three axes, how to divide, the brick, and whether to spread."""
     window = _window(problem)
     divide = (window.count_include_pad, window.divisor_override or 0)
-    return np.array([*(number for axis in axes(problem) for number in axis), *divide], np.int64)
-
-
-def additions(problem: Problem) -> tuple[float, float]:
-    """Additions a cell of the gather and of the spread; 3 stands for the spread's passes over its intermediates."""
-    taps = [min(-(-kernel // stride), outputs) for outputs, _, kernel, stride, _ in axes(problem)]
-    depth, height = (outputs / cells for outputs, cells, *_ in axes(problem)[:2])
-    return math.prod(taps), taps[2] * depth * height + taps[1] * depth + taps[0] + 3
-
-
-def _wide_rows(problem: Problem) -> tuple[int, int]:
-    """Shape of one plane spread along W: (OD*OH, W)."""
-    OD, OH, _ = problem.output_size
-    return OD * OH, problem.input_size[2]
-
-
-def _high_rows(problem: Problem) -> tuple[int, int]:
-    """Shape of one plane spread along W and H: (OD*H, W)."""
-    return problem.output_size[0] * problem.input_size[1], problem.input_size[2]
-
-
-def _term_rows(problem: Problem) -> tuple[int, int]:
-    """Shape of one plane's terms: (OD*OH, OW)."""
-    OD, OH, OW = problem.output_size
-    return OD * OH, OW
+    return np.array([*(number for axis in axes(problem) for number in axis), *divide, *brick(problem), spread], np.int64)
 
 
 def _rows(problem: Problem, operands: Operands) -> tuple[NDArray[Any], NDArray[Any]]:
     """Give ``grad_output`` and the result as planes of rows."""
+    OD, OH, OW = problem.output_size
     D, H, W = problem.input_size
-    return (
-        operands.grad.reshape(problem.planes, *_term_rows(problem)),
-        operands.out.reshape(problem.planes, D * H, W),
-    )
+    return operands.grad.reshape(problem.planes, OD * OH, OW), operands.out.reshape(problem.planes, D * H, W)
 
 
-def _rounding_room(problem: Problem, workers: int) -> Block:
-    """Room for a block of sums for each worker; 16-bit results only."""
-    block = 0 if problem.dtype == problem.accumulator else min(kernels.BLOCK, problem.input_size[2])
-    return Block((workers, block), problem.accumulator)
+# -- bricks ------------------------------------------------------------------------------------------------------
+
+_SUMS: Final = 2_048  # cells that are summed at a time: with the runs that they come from, they fit in L1
+_RING: Final = 65_536  # cells of all slabs of a ring together: 256 KiB of float32, half of an L2
 
 
-# Tiles work on so many planes at a time that their scratch stays below this, and on one plane at least.
-_ROUND_BYTES: Final = 64 << 20
+def _spans(problem: Problem) -> tuple[tuple[int, int, int], ...]:
+    """Of each axis: (zeros before the first term, positions of cells, phases), as the kernels have them."""
+    return tuple((-(-k // s) - 1, (size - 1 + p) // s + 1, min(s, size + p)) for _, size, k, s, p in axes(problem))
 
 
-def _planes_a_round(problem: Problem, rows: tuple[tuple[int, int], ...]) -> int:
-    """Planes whose scratch, ``rows`` of each, is made at a time."""
-    plane = sum(map(math.prod, rows)) * problem.accumulator.itemsize
-    return max(1, min(problem.planes, _ROUND_BYTES // plane))
+def _slots(problem: Problem) -> int:
+    """Depths whose terms reach the cells of one depth."""
+    outputs, _, kernel, stride, _ = axes(problem)[0]
+    return min(-(-kernel // stride), outputs)
 
 
-def _rounds(problem: Problem, scratch: NDArray[Any]) -> list[tuple[slice, slice]]:
-    """Planes of each round, and the part of the scratch that they fill; its first axis is planes."""
-    step = len(scratch)
-    starts = range(0, problem.planes, step)
-    return [(slice(p, p + step), slice(0, min(step, problem.planes - p))) for p in starts]
+def brick(problem: Problem) -> tuple[int, int]:
+    """(rows, columns) of positions that are worked on at a time, in equal parts: from the shape alone."""
+    _, (above, rows, _), (before, columns, _) = _spans(problem)
+    columns = -(-columns // -(-columns // _SUMS))
+    pitch = before + columns
+    most = max(_SUMS // pitch, 8 * above, 1)  # rows above a brick are laid out again for it: an eighth more at most
+    most = min(most, max(_RING // (_slots(problem) * pitch) - above, above, 1))
+    return -(-rows // -(-rows // min(most, rows))), columns
 
 
-def _row_pieces(problem: Problem) -> int:
-    D, H, W = problem.input_size
-    return problem.planes * D * H * -(-W // kernels.BLOCK)
+def _bricks(problem: Problem) -> int:
+    """Bricks of one plane."""
+    rows, columns = brick(problem)
+    _, (_, most_rows, _), (_, most_columns, _) = _spans(problem)
+    return -(-most_rows // rows) * -(-most_columns // columns)
 
 
-class PlaneGather(Candidate):
-    """Whole planes, canonical order."""
+class _ShiftedSums(Candidate):
+    """Bricks; see `kernels.averaged`."""
 
-    name = "plane_gather"
-    how = "each worker owns whole planes and gathers each cell's terms in canonical order"
-    canonical = True
-
-    def judge(self, problem: Problem) -> Verdict:
-        """Refuse where planes are too few for the threads, or too large for scratch in cache."""
-        return judge_planes(problem, scratch_cells=problem.outputs)
+    spread: ClassVar[bool]
 
     def pieces(self, problem: Problem) -> int:
-        """Planes."""
-        return problem.planes
+        """Depths of all bricks."""
+        return problem.planes * _bricks(problem) * problem.input_size[0]
 
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
-        """A plane of terms for each worker."""
-        return Block((workers, *_term_rows(problem)), problem.accumulator), _rounding_room(problem, workers)
+        """For each worker a ring, two slabs to spread, sums, and where their runs start."""
+        (above, _, phases_h), (before, _, phases_w) = _spans(problem)[1:]
+        rows, columns = brick(problem)
+        pitch, wide = before + columns, problem.accumulator
+        slab = (above + rows) * pitch + MOST_LANES
+        taps = (_slots(problem), above + 1, before + 1)
+        ring = phases_h * phases_w * (rows * pitch + MOST_LANES) if self.spread else slab
+        return (
+            Block((workers, _slots(problem) * ring), wide),
+            Block((workers, 2, slab if self.spread else 0), wide),
+            Block((workers, kernels.PHASES, max(_SUMS, pitch) + MOST_LANES), wide),
+            Block((workers, max(taps) if self.spread else math.prod(taps)), np.dtype(np.int64)),
+        )
 
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
-        """Divide and gather, plane by plane."""
+        """Fill the bricks."""
         rows = _rows(plan.problem, operands)
-        return launch(kernels.plane_gather, plan.workers, *rows, *scratch, geometry(plan.problem))
+        return launch(kernels.shifted_sums, plan.workers, *rows, *scratch, _numbers(plan.problem, spread=self.spread))
 
 
-class TileGather(Candidate):
-    """Runs of rows, canonical order."""
+class Gather(_ShiftedSums):
+    """Canonical order."""
 
-    name = "tile_gather"
-    how = "each worker owns a run of input rows and gathers each cell's terms in canonical order"
+    name = "gather"
+    how = "terms are laid out, and each cell is the sum of those that reach it, in canonical order"
+    canonical = True
+    spread = False
+
+    def judge(self, problem: Problem) -> Verdict:
+        """Refuse where runs are short: long strides, small planes."""
+        return _cheaper(problem, gather_cycles(problem), "gathering", row_cycles(problem), "row by row")
+
+
+class Spread(_ShiftedSums):
+    """Axis by axis."""
+
+    name = "spread"
+    how = "terms are laid out and summed along W, then H, then D, another order of additions"
+    canonical = False
+    spread = True
+
+    def judge(self, problem: Problem) -> Verdict:
+        """Refuse where gathering is faster, or runs are short."""
+        gather = gather_cycles(problem)
+        if gather > row_cycles(problem):
+            return _cheaper(problem, gather, "gathering", row_cycles(problem), "row by row")
+        return _cheaper(problem, spread_cycles(problem), "spreading", gather, "gathering")
+
+
+class AddRows(Candidate):
+    """Runs of rows, output by output."""
+
+    name = "add_rows"
+    how = "each worker owns a run of input rows and adds each output's term to its cells, in canonical order"
     canonical = True
 
     def judge(self, problem: Problem) -> Verdict:  # noqa: ARG002
         """Never refuse."""
-        return Verdict(True, "rows split every plane, for one more pass over the terms")
+        return Verdict(True, "takes any window, and little memory")
 
     def pieces(self, problem: Problem) -> int:
         """Blocks of rows."""
-        return _row_pieces(problem)
+        D, H, W = problem.input_size
+        return problem.planes * D * H * -(-W // kernels.BLOCK)
 
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
-        """The terms of a round of planes."""
-        rows = _term_rows(problem)
-        terms = Block((_planes_a_round(problem, (rows,)), *rows), problem.accumulator)
-        return terms, _rounding_room(problem, workers)
+        """One term for each worker, and for 16-bit results a block of sums."""
+        block = 0 if problem.dtype == problem.accumulator else min(kernels.BLOCK, problem.input_size[2])
+        return Block((workers, 1), problem.accumulator), Block((workers, block), problem.accumulator)
 
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
-        """Divide, then gather, a round of planes at a time."""
-        grad, out = _rows(plan.problem, operands)
-        terms, room = scratch
-        numbers = geometry(plan.problem)
-        for planes, used in _rounds(plan.problem, terms):
-            launch(kernels.divide, plan.workers, grad[planes], terms[used], numbers)
-            launch(kernels.gather, plan.workers, terms[used], out[planes], room, numbers)
-        return 0
-
-
-def _judge_spread(problem: Problem) -> Verdict:
-    gather, spread = additions(problem)
-    counts = f"{gather:.0f} additions a cell by gathering, {spread:.1f} by spreading"
-    return Verdict(spread < gather, counts)
-
-
-class PlaneSpread(Candidate):
-    """Whole planes, axis by axis."""
-
-    name = "plane_spread"
-    how = "each worker owns whole planes and spreads terms along W, then H, then D, another order of additions"
-    canonical = False
-
-    def judge(self, problem: Problem) -> Verdict:
-        """Refuse where gathering takes no more additions, or planes are too few or too large."""
-        verdict = _judge_spread(problem)
-        cells = math.prod(_wide_rows(problem)) + math.prod(_high_rows(problem))
-        planes = judge_planes(problem, scratch_cells=cells)
-        joint = "and" if planes.takes else "but"
-        return Verdict(planes.takes, f"{verdict.why}, {joint} {planes.why}") if verdict.takes else verdict
-
-    def pieces(self, problem: Problem) -> int:
-        """Planes."""
-        return problem.planes
-
-    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
-        """A row of terms and a plane spread along W and along H, for each worker."""
-        return _spread_scratch(problem, workers, workers)
-
-    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
-        """Divide and spread, plane by plane."""
+        """Add, row by row."""
         rows = _rows(plan.problem, operands)
-        return launch(kernels.plane_spread, plan.workers, *rows, *scratch, geometry(plan.problem))
+        return launch(kernels.add_rows, plan.workers, *rows, *scratch, _numbers(plan.problem, spread=False))
 
 
-class TileSpread(Candidate):
-    """Runs of rows, axis by axis."""
-
-    name = "tile_spread"
-    how = "workers share the rows of each stage: terms are spread along W, then H, then D, another order of additions"
-    canonical = False
-
-    def judge(self, problem: Problem) -> Verdict:
-        """Refuse where gathering takes no more additions."""
-        return _judge_spread(problem)
-
-    def pieces(self, problem: Problem) -> int:
-        """Blocks of rows."""
-        return _row_pieces(problem)
-
-    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
-        """A row of terms for each worker, and a round of planes spread along W and along H."""
-        return _spread_scratch(problem, workers, _planes_a_round(problem, (_wide_rows(problem), _high_rows(problem))))
-
-    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
-        """One kernel an axis, a round of planes at a time."""
-        grad, out = _rows(plan.problem, operands)
-        terms, wide, high, room = scratch
-        numbers = geometry(plan.problem)
-        for planes, used in _rounds(plan.problem, wide):
-            launch(kernels.spread_width, plan.workers, grad[planes], terms, wide[used], numbers)
-            launch(kernels.spread_height, plan.workers, wide[used], high[used], numbers)
-            launch(kernels.spread_depth, plan.workers, high[used], out[planes], room, numbers)
-        return 0
+# -- costs -------------------------------------------------------------------------------------------------------
 
 
-def _spread_scratch(problem: Problem, workers: int, slots: int) -> tuple[Block, ...]:
-    return (
-        Block((workers, problem.output_size[2]), problem.accumulator),
-        Block((slots, *_wide_rows(problem)), problem.accumulator),
-        Block((slots, *_high_rows(problem)), problem.accumulator),
-        _rounding_room(problem, workers),
-    )
+def _cheaper(problem: Problem, ours: float, how: str, other: float, instead: str) -> Verdict:
+    estimate = f"an estimated {ours / problem.cells:.1f} cycles a cell by {how}, {other / problem.cells:.1f} by {instead}"
+    return Verdict(ours <= other, estimate.replace("by row by row", "row by row"))
 
 
-FAST: Final = (PlaneSpread(), TileSpread(), PlaneGather(), TileGather())
-DETERMINISTIC: Final = (PlaneGather(), TileGather())
+def gather_cycles(problem: Problem) -> float:
+    """Estimate what the gather of a plane takes."""
+    return 1.0
+
+
+def spread_cycles(problem: Problem) -> float:
+    """Estimate what the spread of a plane takes."""
+    return 0.0
+
+
+def row_cycles(problem: Problem) -> float:
+    """Estimate what adding output by output takes: 20 cycles an output and row, and its cells in vectors of 8."""
+    depth, height, width = axes(problem)
+    reach = math.prod(-(-kernel // stride) for _, _, kernel, stride, _ in (depth, height))
+    return depth[1] * height[1] * reach * width[0] * (20 + width[2] / 8)
+
+
+DETERMINISTIC: Final = (Gather(), AddRows())
+FAST: Final = (Spread(), *DETERMINISTIC)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from poolgrad_numba.kernels import indexed as kernels
+from poolgrad_numba.kernels.streams import STAGE
 from poolgrad_numba.launch import launch
-from poolgrad_numba.operands import Block, Operands
-from poolgrad_numba.ops.splits import LARGEST_SCRATCH, judge_planes
+from poolgrad_numba.operands import Block, Operands, carrier
+from poolgrad_numba.ops.splits import LARGEST_SCRATCH, LEAST_STREAMED, judge_planes
 from poolgrad_numba.plan import Candidate, Plan, Verdict
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ _LARGEST_SEGMENT: Final = 16_384
 # An atomic addition costs some 5 ns. At one output for 256 cells tiles were 1.4 times as fast, at one for 4096 atomic
 # additions were 1.2 times as fast: they read the indices once.
 _SPARSE: Final = 1_024
+_LARGEST_STREAMED: Final = 65_536  # cells: two planes of float32 sums are 512 KiB, the L2 of many a core
 
 
 def _in_place(problem: Problem) -> bool:
@@ -70,6 +72,36 @@ class PlaneScatter(Candidate):
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
         """Check, zero and add in one kernel."""
         return launch(kernels.plane_scatter, plan.workers, *operands, scratch[0])
+
+
+class PlaneStream(Candidate):
+    """Whole planes, past the caches."""
+
+    name = "plane_stream"
+    how = "each worker owns whole planes, adds their outputs in ascending order in cache, and streams the sums out"
+    canonical = True
+
+    def judge(self, problem: Problem) -> Verdict:
+        """Refuse where the result stays in cache, or planes are too large or too few for the threads."""
+        size = problem.planes * problem.cells * problem.dtype.itemsize
+        if size < LEAST_STREAMED:
+            return Verdict(False, f"a result of {size} bytes stays in cache for whoever reads it next")
+        if problem.cells > _LARGEST_STREAMED:
+            return Verdict(False, f"two planes of {problem.cells} sums would leave L2")
+        return judge_planes(problem)
+
+    def pieces(self, problem: Problem) -> int:
+        """Planes."""
+        return problem.planes
+
+    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
+        """Two planes of sums for each worker, and for 16-bit results room to round some."""
+        stage = 0 if _in_place(problem) else STAGE
+        return Block((workers, 2, problem.cells + 16), problem.accumulator), Block((workers, stage), carrier(problem.dtype))
+
+    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
+        """Check, add and stream in one kernel."""
+        return launch(kernels.plane_stream, plan.workers, *operands, *scratch)
 
 
 class TileReduce(Candidate):
@@ -155,5 +187,5 @@ class AtomicScatter(Candidate):
         return bad
 
 
-FAST: Final = (PlaneScatter(), AtomicScatter(), TileReduce())
-DETERMINISTIC: Final = (PlaneScatter(), TileReduce())
+DETERMINISTIC: Final = (PlaneStream(), PlaneScatter(), TileReduce())
+FAST: Final = (*DETERMINISTIC[:-1], AtomicScatter(), DETERMINISTIC[-1])

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from poolgrad_numba.problem import Problem
 
 LARGEST_SCRATCH: Final = 262_144  # 1 MiB of float32 a worker: beyond it, the scratch of a plane leaves L2
+# Bytes of a result from which on it is streamed past the caches. A smaller one may still be there for whoever reads it
+# next, which is worth as much as streaming saves.
+LEAST_STREAMED: Final = 8 << 20
 _BUSY: Final = 0.75
 
 
