@@ -26,7 +26,11 @@ from poolgrad_numba.kernels.numeric import enter_ieee_mode, leave_ieee_mode
 # nogil: other Python threads (streams, data loaders) go on while a kernel runs.
 _OPTIONS = {"error_model": "numpy", "nogil": True, "boundscheck": False, "fastmath": False}
 
-helper = njit(**_OPTIONS)
+# No reference counts (_nrt): each slice of an array would be counted by calls through pointers, atomically, which took
+# half of the time of kernels that work row by row. So a helper may return no array that it has not been given.
+_INNER = {**_OPTIONS, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+helper = njit(**_INNER)
+
 
 
 KERNELS = []  # all that there are

@@ -1,8 +1,8 @@
 """The averaged map: ``out[window(o)] += grad[o] / divisor(o)``, for average pooling of any rank.
 
-``grad`` is (planes, OD*OH, OW) and ``out`` (planes, D*H, W): rows along the last axis. An axis is the tuple
-(outputs, cells, kernel, stride, padding); geometry is (depth axis, height axis, width axis, (count_include_pad,
-divisor_override or 0)). A term is ``grad[o] / divisor(o)``, computed once. Canonical order is ascending in the flat
+``grad`` is (planes, OD, OH, OW) and ``out`` (planes, D, H, W); kernels get both flat, and scratch too, of which each
+worker has its own part. An axis is the tuple (outputs, cells, kernel, stride, padding); geometry is (depth axis, height
+axis, width axis, (count_include_pad, divisor_override or 0)). A term is ``grad[o] / divisor(o)``, computed once. Canonical order is ascending in the flat
 output index.
 
 **Shifted sums.** Along an axis, cell ``i`` has the position ``q, r = divmod(i + padding, stride)``, and the terms that
@@ -19,8 +19,8 @@ kept, in a ring, for as long as cells need them: all in cache.
 """
 
 from poolgrad_numba.kernels._jit import Kernel, helper, share
-from poolgrad_numba.kernels.lanes import MOST_LANES, divide_run, round_pairs, round_run, sum_runs
-from poolgrad_numba.kernels.numeric import accumulator, finish, narrow, widen
+from poolgrad_numba.kernels.lanes import MOST_LANES, add_run, divide_run, round_pairs, round_run, sum_runs, zero_run
+from poolgrad_numba.kernels.numeric import widen
 
 BLOCK = 4096  # cells of a row that are added to at a time, row by row
 PHASES = 4  # of W, whose sums are made together and then stored by turns
@@ -51,34 +51,32 @@ def extent(o, axis, include_pad):
 
 
 @helper
-def whole_windows(start, stop, width, include_pad):
+def whole_windows(start, stop, axis, include_pad):
     """Bounds in [start, stop) of the outputs whose windows have their whole extent: one divisor serves them all."""
-    _, W, kw, sw, pw = width
-    first = 0 if include_pad else (pw + sw - 1) // sw
-    room = (W + pw if include_pad else W) + pw - kw
-    past = room // sw + 1 if room >= 0 else 0
+    _, size, k, s, p = axis
+    first = 0 if include_pad else (p + s - 1) // s
+    room = (size + p if include_pad else size) + p - k
+    past = room // s + 1 if room >= 0 else 0
     first = min(max(first, start), stop)
     return first, min(max(past, first), stop)
 
 
 @helper
-def divide_row(grad, terms, rows, start, whole, stop, geometry):
-    """terms[o - start] = grad[o] / divisor(o) for outputs [start, stop) of one row.
+def divide_row(grad, row, terms, at, rows, start, whole, stop, geometry):
+    """terms[at + o - start] = grad[row + o] / divisor(o) for outputs [start, stop) of one row.
 
-    ``rows`` is the extent of its windows along D and H; ``whole`` is what `whole_windows` gives. A division, not a
-    product with a reciprocal.
+    ``rows`` is the extent of its windows along D and H; ``whole`` is what `whole_windows` gives.
     """
     _, _, width, (include_pad, override) = geometry
-    kind = terms.dtype.type
     if override != 0:
-        divide_run(grad[start:stop], kind(override), terms)
+        divide_run(grad, row + start, override, terms, at, stop - start)
         return
     a, z = whole
-    divide_run(grad[a:z], kind(rows * width[2]), terms[a - start : z - start])
+    divide_run(grad, row + a, rows * width[2], terms, at + a - start, z - a)
     for o in range(start, a):
-        terms[o - start] = widen(grad[o]) / kind(rows * extent(o, width, include_pad))
+        divide_run(grad, row + o, rows * extent(o, width, include_pad), terms, at + o - start, 1)
     for o in range(z, stop):
-        terms[o - start] = widen(grad[o]) / kind(rows * extent(o, width, include_pad))
+        divide_run(grad, row + o, rows * extent(o, width, include_pad), terms, at + o - start, 1)
 
 
 # -- shifted sums --------------------------------------------------------------------------------------------------
@@ -99,69 +97,67 @@ def taps(r, axis):
 
 
 @helper
-def lay(grad, slab, od, brick, geometry):
-    """Fill a slab: the terms of depth ``od`` that reach the brick, with zeros around them.
+def lay(grad, p, od, slabs, at, brick, geometry):
+    """Fill the slab at ``at``: the terms of plane ``p``, depth ``od``, that reach the brick, and zeros around them.
 
-    Row j of the slab holds the outputs of row ``q0 - lh + j``, from column ``c0 - lw`` on.
+    Its row j holds the outputs of row ``q0 - lh + j``, from column ``c0 - lw`` on.
     """
     depth, height, width, (include_pad, _) = geometry
     q0, rows, c0, columns = brick
     OH, OW, lh, lw = height[0], width[0], span(height)[0], span(width)[0]
-    pitch = lw + columns
     a = max(c0 - lw, 0)
     z = max(min(c0 + columns, OW), a)
-    before = a - (c0 - lw)
+    before, after = a - (c0 - lw), c0 + columns - z
     whole = whole_windows(a, z, width, include_pad)
     deep = extent(od, depth, include_pad)
-    for j in range(lh + rows):
-        oh = q0 - lh + j
-        cells = slab[j * pitch : (j + 1) * pitch]
+    for oh in range(q0 - lh, q0 + rows):
         if 0 <= oh < OH:
-            cells[:before] = 0
-            terms = cells[before : before + z - a]
-            divide_row(grad[od * OH + oh], terms, deep * extent(oh, height, include_pad), a, whole, z, geometry)
-            cells[before + z - a :] = 0
+            zero_run(slabs, at, before)
+            row = ((p * depth[0] + od) * OH + oh) * OW
+            divide_row(grad, row, slabs, at + before, deep * extent(oh, height, include_pad), a, whole, z, geometry)
+            zero_run(slabs, at + before + z - a, after)
         else:
-            cells[:] = 0
+            zero_run(slabs, at, lw + columns)
+        at += lw + columns
 
 
 @helper
-def spread_slab(slab, ring, slot, size, slots, starts, brick, geometry):
-    """Sum a slab along W, then H, for each phase of the two, into the slot of each phase's ring."""
+def spread_slab(slabs, slab, wide, ring, slot, size, slots, starts, begin, brick, geometry):
+    """Sum the slab at ``slab`` along W, into ``wide``, then H, for each phase of the two, into its part of the ring."""
     _, height, width, _ = geometry
     _, rows, _, columns = brick
     (lh, _, RH), (lw, _, RW) = span(height), span(width)
     pitch = lw + columns
-    terms, wide = slab[0], slab[1]
     for rw in range(RW):
         n = taps(rw, width)
         for t in range(n):
-            starts[t] = lw + t + 1 - n
-        sum_runs(terms, 0, starts[:n], wide[: (lh + rows - 1) * pitch + columns])
+            starts[begin + t] = lw + t + 1 - n
+        sum_runs(slabs, slab, starts, begin, begin + n, slabs, wide, (lh + rows - 1) * pitch + columns)
         for rh in range(RH):
             n = taps(rh, height)
             for t in range(n):
-                starts[t] = (lh + t + 1 - n) * pitch
-            at = ((rh * RW + rw) * slots + slot) * size
-            sum_runs(wide, 0, starts[:n], ring[at : at + (rows - 1) * pitch + columns])
+                starts[begin + t] = (lh + t + 1 - n) * pitch
+            at = slot + (rh * RW + rw) * slots * size
+            sum_runs(slabs, wide, starts, begin, begin + n, ring, at, (rows - 1) * pitch + columns)
 
 
 @helper
-def list_runs(starts, d, rh, rw, size, slots, spread, pitch, geometry):
+def list_runs(starts, begin, d, rh, rw, size, slots, spread, pitch, geometry):
     """List where in the ring the runs start whose sums are the cells of depth ``d``, phases ``rh`` and ``rw``."""
     depth, height, width, _ = geometry
     q, rd = (d + depth[4]) // depth[3], (d + depth[4]) % depth[3]
-    n = 0
+    n = begin
     for od in range(max(q - taps(rd, depth) + 1, 0), min(q + 1, depth[0])):  # ascending: canonical
         if spread:
             starts[n] = ((rh * span(width)[2] + rw) * slots + od % slots) * size
             n += 1
             continue
+        at = od % slots * size + span(height)[0] * pitch + span(width)[0]
         for th in range(taps(rh, height) - 1, -1, -1):
             for tw in range(taps(rw, width) - 1, -1, -1):
-                starts[n] = od % slots * size + (span(height)[0] - th) * pitch + span(width)[0] - tw
+                starts[n] = at - th * pitch - tw
                 n += 1
-    return starts[:n]
+    return n
 
 
 @helper
@@ -172,102 +168,90 @@ def within(first, step, size, columns):
 
 
 @helper
-def put(sums, row, first, step):
-    """row[first + i * step] = sums[i], rounded once."""
-    if step == 1:
-        round_run(sums, row[first : first + sums.size])
-    else:
-        target = row[first::step]
-        for i in range(sums.size):
-            target[i] = narrow(sums[i], row)
-
-
-@helper
-def put_rows(sums, out, first_row, rows, rw, phases, brick, geometry):
+def put_rows(sums, at, room, out, plane, first_row, rows, rw, phases, brick, geometry):
     """Store rows of sums of phases [rw, rw + phases): position ``c0 + i`` of phase r is cell ``(c0+i) * sw + r - pw``.
 
-    ``first_row`` and further, by the stride, are the rows of the plane's depth that they belong to, if it has these.
+    ``plane`` is the place of the cells of one depth in ``out``, of which ``first_row`` and further, by the stride, are
+    the rows, as far as there are such. The sums of each phase have ``room`` cells.
     """
     _, (_, H, _, sh, _), (_, W, _, sw, pw), _ = geometry
     _, _, c0, columns = brick
     pitch = span(geometry[2])[0] + columns
     first = c0 * sw + rw - pw  # the cell of position c0, phase rw
-    a, z = within(first, sw, W, columns)
-    pairs = sw == 2 and phases == 2
-    if pairs:  # stored by turns, as one run of the row, which vectors can write
-        b, y = within(first + 1, sw, W, columns)
+    pairs = sw == 2 and phases == 2  # stored by turns, as one run of the row, which vectors can write
+    start, stop = 0, 0
+    if pairs:
+        (a, z), (b, y) = within(first, sw, W, columns), within(first + 1, sw, W, columns)
         start, stop = max(a, b), max(min(y, z), max(a, b))
-    for j in range(rows):
-        h = first_row + j * sh
-        if not 0 <= h < H:
-            continue
-        row, at = out[h], j * pitch
-        if pairs:
-            run = row[first + 2 * start : first + 2 * stop]
-            round_pairs(sums[0, at + start : at + stop], sums[1, at + start : at + stop], run)
-            put(sums[0, at + a : at + start], row, first + a * sw, sw)
-            put(sums[0, at + stop : at + z], row, first + stop * sw, sw)
-            put(sums[1, at + b : at + start], row, first + 1 + b * sw, sw)
-            put(sums[1, at + stop : at + y], row, first + 1 + stop * sw, sw)
-            continue
-        put(sums[0, at + a : at + z], row, first + a * sw, sw)
-        for r in range(1, phases):
-            b, y = within(first + r, sw, W, columns)
-            put(sums[r, at + b : at + y], row, first + r + b * sw, sw)
-
-
-@helper
-def sum_cells(out, d, ring, sums, starts, size, slots, spread, brick, geometry):
-    """Fill the brick's cells of depth ``d`` from the ring."""
-    _, height, width, _ = geometry
-    _, H, _, sh, ph = height
-    q0, rows, _, columns = brick
-    pitch = span(width)[0] + columns
-    together = max((sums.shape[1] - MOST_LANES) // pitch, 1)  # short rows are summed in one run
-    RW = span(width)[2]
-    for rh in range(span(height)[2]):
-        for rw in range(0, RW, PHASES):
-            phases = min(PHASES, RW - rw)
-            for row in range(0, rows, together):
-                n = min(together, rows - row)
-                for r in range(phases):
-                    runs = list_runs(starts, d, rh, rw + r, size, slots, spread, pitch, geometry)
-                    sum_runs(ring, row * pitch, runs, sums[r, : (n - 1) * pitch + columns])
-                put_rows(sums, out[d * H : (d + 1) * H], (q0 + row) * sh + rh - ph, n, rw, phases, brick, geometry)
+    for r in range(phases):
+        a, z = within(first + r, sw, W, columns)
+        for j in range(rows):
+            h = first_row + j * sh
+            if 0 <= h < H:
+                row, here = plane + h * W + first, at + j * pitch
+                if pairs and r == 0:
+                    round_pairs(sums, here + start, here + room + start, out, row + 2 * start, stop - start)
+                here += r * room
+                if not pairs:
+                    round_run(sums, here + a, out, row + r + a * sw, sw, z - a)
+                else:  # a cell on either side, perhaps
+                    if a < start:
+                        round_run(sums, here + a, out, row + r + a * sw, sw, start - a)
+                    if stop < z:
+                        round_run(sums, here + stop, out, row + r + stop * sw, sw, z - stop)
 
 
 @Kernel
 def shifted_sums(worker, workers, grad, out, ring, slabs, sums, starts, numbers):
     """Each worker owns a run of (plane, brick, depth), and fills those cells.
 
-    ring: (workers, slabs that cells of one depth need). slabs: (workers, 2, a slab), to spread. sums: (workers,
-    `PHASES`, sums made at a time). starts: (workers, terms that reach a cell).
+    ring: the slabs that cells of one depth need. slabs: two, to spread. sums: `PHASES` runs of sums made at a time.
+    starts: where the terms are that reach a cell.
     """
     geometry, (most_rows, most_columns, spread) = unpack(numbers)
     depth, height, width, _ = geometry
-    (_, QH, RH), (_, QW, RW) = span(height), span(width)
+    _, H, _, sh, ph = height
+    (_, QH, RH), (lw, QW, RW) = span(height), span(width)
+    my_ring, my_slabs = worker * (ring.size // workers), worker * (slabs.size // workers)
+    my_sums, my_starts = worker * (sums.size // workers), worker * (starts.size // workers)
     slots = min(taps(0, depth), depth[0])
-    size = ring.shape[1] // (slots * RH * RW if spread else slots)
-    D, bands, columns = depth[1], (QH + most_rows - 1) // most_rows, (QW + most_columns - 1) // most_columns
-    items = bands * columns * D
-    first, last = share(worker, workers, out.shape[0] * items)
+    size = ring.size // workers // (slots * RH * RW if spread else slots)
+    room = sums.size // workers // PHASES
+    D, bands, blocks = depth[1], (QH + most_rows - 1) // most_rows, (QW + most_columns - 1) // most_columns
+    items = bands * blocks * D
+    first, last = share(worker, workers, out.size // (D * H * width[1]) * items)
     ready = 0  # depths whose slabs are in the ring, or are no longer needed
     for item in range(first, last):
-        p, d, column, band = item // items, item % D, item // D % columns, item // (D * columns) % bands
-        q0, c0 = band * most_rows, column * most_columns
-        brick = q0, min(most_rows, QH - q0), c0, min(most_columns, QW - c0)
+        p, d, block, band = item // items, item % D, item // D % blocks, item // (D * blocks) % bands
+        q0, c0 = band * most_rows, block * most_columns
+        rows, columns = min(most_rows, QH - q0), min(most_columns, QW - c0)
+        brick = q0, rows, c0, columns
         q = (d + depth[4]) // depth[3]
         if item == first or d == 0:
             ready = max(q - taps(0, depth) + 1, 0)
         while ready <= min(q, depth[0] - 1):
-            slot = ready % slots
+            slot = my_ring + ready % slots * size
             if spread:
-                lay(grad[p], slabs[worker, 0], ready, brick, geometry)
-                spread_slab(slabs[worker], ring[worker], slot, size, slots, starts[worker], brick, geometry)
+                wide = my_slabs + slabs.size // workers // 2
+                lay(grad, p, ready, slabs, my_slabs, brick, geometry)
+                spread_slab(slabs, my_slabs, wide, ring, slot, size, slots, starts, my_starts, brick, geometry)
             else:
-                lay(grad[p], ring[worker, slot * size : (slot + 1) * size], ready, brick, geometry)
+                lay(grad, p, ready, ring, slot, brick, geometry)
             ready += 1
-        sum_cells(out[p], d, ring[worker], sums[worker], starts[worker], size, slots, spread, brick, geometry)
+        pitch = lw + columns
+        together = max((room - MOST_LANES) // pitch, 1)  # short rows are summed in one run
+        for rh in range(RH):
+            for rw in range(0, RW, PHASES):
+                phases = min(PHASES, RW - rw)
+                for row in range(0, rows, together):
+                    n = min(together, rows - row)
+                    for r in range(phases):
+                        end = list_runs(starts, my_starts, d, rh, rw + r, size, slots, spread, pitch, geometry)
+                        at, length = my_sums + r * room, (n - 1) * pitch + columns
+                        sum_runs(ring, my_ring + row * pitch, starts, my_starts, end, sums, at, length)
+                    plane = (p * D + d) * H * width[1]
+                    first_row = (q0 + row) * sh + rh - ph
+                    put_rows(sums, my_sums, room, out, plane, first_row, n, rw, phases, brick, geometry)
     return 0
 
 
@@ -283,33 +267,33 @@ def covering(i, axis):
 
 
 @Kernel
-def add_rows(worker, workers, grad, out, term, scratch, numbers):
+def add_rows(worker, workers, grad, out, sums, numbers):
     """Each worker owns a run of blocks of input rows, and adds to each output by output, in canonical order.
 
-    term: (workers, 1). scratch: (workers, a block) for 16-bit values, else (workers, 0).
+    sums: a block.
     """
     geometry, _ = unpack(numbers)
-    depth, height, width, (include_pad, _) = geometry
-    OH, H, (_, W, kw, sw, pw) = height[0], height[1], width
+    (OD, D, _, _, _), (OH, H, _, _, _), (OW, W, kw, sw, pw), (include_pad, override) = geometry
+    depth, height, width, _ = geometry
+    my_sums = worker * (sums.size // workers)
     n = (W + BLOCK - 1) // BLOCK
-    first, last = share(worker, workers, out.shape[0] * out.shape[1] * n)
+    first, last = share(worker, workers, out.size // W * n)
     for item in range(first, last):
-        p, row, base = item // (n * out.shape[1]), item // n % out.shape[1], item % n * BLOCK
-        target = out[p, row, base : min(base + BLOCK, W)]
-        end = base + target.size
-        cells = accumulator(target, scratch[worker])
-        cells[:] = 0
-        od0, od1 = covering(row // H, depth)
-        oh0, oh1 = covering(row % H, height)
+        line, base = item // n, item % n * BLOCK
+        p, d, h = line // (D * H), line // H % D, line % H
+        end = min(base + BLOCK, W)
+        zero_run(sums, my_sums, end - base)
+        od0, od1 = covering(d, depth)
+        oh0, oh1 = covering(h, height)
         a, _ = covering(base, width)
         _, z = covering(end - 1, width)
         for od in range(od0, od1):
             for oh in range(oh0, oh1):
+                rows = extent(od, depth, include_pad) * extent(oh, height, include_pad)
+                row = ((p * OD + od) * OH + oh) * OW
                 for o in range(a, z):
-                    rows = extent(od, depth, include_pad) * extent(oh, height, include_pad)
-                    divide_row(grad[p, od * OH + oh], term[worker], rows, o, (o, o), o + 1, geometry)
-                    run = cells[max(o * sw - pw - base, 0) : max(min(o * sw - pw + kw, end) - base, 0)]
-                    for i in range(run.size):
-                        run[i] += term[worker, 0]
-        finish(cells, target)
+                    start, stop = max(o * sw - pw, base), min(o * sw - pw + kw, end)
+                    divisor = override if override != 0 else rows * extent(o, width, include_pad)
+                    add_run(sums, my_sums + start - base, widen(grad[row + o]), divisor, stop - start)
+        round_run(sums, my_sums, out, line * W + base, 1, end - base)
     return 0

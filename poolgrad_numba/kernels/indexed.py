@@ -45,11 +45,10 @@ def plane_scatter(worker, workers, grad, index, out, scratch):
 
 
 @helper
-def line_up(room, target):
-    """Return as many cells of ``room`` as ``target`` has, which cross cache lines where the target's do."""
-    line = LINE // room.itemsize
-    skip = (line - cells_to_line(target)) % line
-    return room[skip : skip + target.size]
+def line_up(target):
+    """Return how many cells of scratch to skip, so that what follows crosses cache lines where ``target`` does."""
+    line = LINE // target.itemsize
+    return (line - cells_to_line(target)) % line
 
 
 @Kernel
@@ -68,13 +67,14 @@ def plane_stream(worker, workers, grad, index, out, scratch, stage):
     first, last = share(worker, workers, out.shape[0])
     scratch[worker] = 0
     for p in range(first, last + 1):
-        acc, done = line_up(scratch[worker, p % 2], out[min(p, last - 1)]), line_up(scratch[worker, (p + 1) % 2], out[max(p - 1, first)])
-        target = out[max(p - 1, first)]
+        target, coming = out[max(p - 1, first)], out[min(p, last - 1)]
+        done = scratch[worker, (p + 1) % 2, line_up(target) :]
+        acc = scratch[worker, p % 2, line_up(coming) :]
         start, stop = 0, cells_to_line(target)
         for part in range(parts):
             if p < last:
                 a, z = part * PART, min((part + 1) * PART, outputs)
-                bad += add_outputs(grad[p, a:z], index[p, a:z], acc)
+                bad += add_outputs(grad[p, a:z], index[p, a:z], acc[:cells])
             if p > first:
                 stop = min(stop + piece, cells) if part + 1 < parts else cells
                 stream_out(done[start:stop], target[start:stop], stage[worker])

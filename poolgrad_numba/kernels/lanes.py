@@ -1,4 +1,8 @@
-"""What the averaged map spends its time on: sums of runs, with a block of sums in registers, and runs cell by cell."""
+"""Runs of cells, with vectors: what the averaged map spends its time on.
+
+A run is given as a flat array and the place of its first cell in it, and not as a slice: making slices took longer than
+the work on short rows, to run and to compile. Nothing here checks a place.
+"""
 
 from llvmlite import ir
 from numba import types
@@ -12,46 +16,58 @@ _BYTES = 256
 MOST_LANES = _BYTES // 4  # how far a sum may read and write past the end of its run
 
 
-@intrinsic
-def sum_runs(typingctx, source, first, starts, target):
-    """target[i] = source[first + starts[0] + i] + source[first + starts[1] + i] + ..., in that order from +0.0.
+def _flat(*arrays):
+    return all(isinstance(array, types.Array) and array.ndim == 1 and array.layout == "C" for array in arrays)
 
-    Works on blocks of up to `MOST_LANES` cells: up to one block less a cell beyond the end of ``target`` is written
-    too, and as much read; there must be room. Each cell is a sum of its own in a lane of its own, so that the width
-    of the machine's vectors cannot matter.
+
+def _outlined(build):
+    """Make what an intrinsic generates one LLVM function a module, which is called: `build` writes its body.
+
+    LLVM optimises each level of a kernel anew: inlined at a dozen places, these bodies took 11 s to compile, not 2.
+    `build(context, builder, kinds, args)` gets arrays as pointers to their first cells.
     """
-    if not all(array.ndim == 1 and array.layout == "C" for array in (source, starts, target)):
-        return None
 
     def generate(context, builder, signature, args):
-        arrays = [
-            context.make_array(kind)(context, builder, value)
+        plain = [
+            context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
             for kind, value in zip(signature.args, args, strict=True)
-            if isinstance(kind, types.Array)
         ]
-        cells, offsets, sums = (array.data for array in arrays)
-        run_count, cell_count = (builder.extract_value(array.shape, 0) for array in arrays[1:])
-        cell = cells.type.pointee
-        size = 4 if isinstance(cell, ir.FloatType) else 8
-        lanes = _BYTES // size
-        vector = ir.VectorType(cell, lanes)
-        total = cgutils.alloca_once(builder, vector)  # LLVM keeps it in registers
-        step = ir.Constant(cell_count.type, lanes)
-        with cgutils.for_range_slice(builder, ir.Constant(cell_count.type, 0), cell_count, step) as (i, _):
-            builder.store(ir.Constant(vector, [0.0] * lanes), total)
-            here = builder.gep(cells, [builder.add(args[1], i)])
-            with cgutils.for_range(builder, run_count) as loop:
-                start = builder.load(builder.gep(offsets, [loop.index]))
-                run = builder.bitcast(builder.gep(here, [start]), vector.as_pointer())
-                builder.store(builder.fadd(builder.load(total), builder.load(run, align=size)), total)
-            place = builder.bitcast(builder.gep(sums, [i]), vector.as_pointer())
-            builder.store(builder.load(total), place, align=size)
+        kinds = [getattr(kind, "dtype", kind) for kind in signature.args]
+        name = f"poolgrad.{build.__qualname__.split('.')[0]}.{'.'.join(map(str, kinds))}"
+        if name not in builder.module.globals:
+            function = ir.Function(
+                builder.module, ir.FunctionType(ir.VoidType(), [value.type for value in plain]), name
+            )
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            inside = ir.IRBuilder(function.append_basic_block("entry"))
+            build(context, inside, kinds, function.args)
+            inside.ret_void()
+        builder.call(builder.module.globals[name], plain)
         return context.get_dummy_value()
 
-    return types.void(source, types.int64, starts, target), generate
+    return generate
 
 
-# -- cell by cell ------------------------------------------------------------------------------------------------
+def _cells(context, builder, data):
+    """Give (load, store) of the cells behind a pointer; a store takes a vector, and a cell's place."""
+    cell = data.type.pointee
+    size = context.get_abi_sizeof(cell)
+
+    def at(place, lanes):
+        return builder.bitcast(builder.gep(data, [place]), ir.VectorType(cell, lanes).as_pointer())
+
+    def load(place, lanes):
+        return builder.load(at(place, lanes), align=size)
+
+    def store(cells, place):
+        builder.store(cells, at(place, cells.type.count), align=size)
+
+    return load, store
+
+
+def _word(number):
+    return ir.Constant(ir.IntType(64), number)
 
 
 def _by_lanes(builder, count, body):
@@ -60,106 +76,159 @@ def _by_lanes(builder, count, body):
     The last vector overlaps the one before instead of leaving cells over: rows are short, and a loop over the rest
     took longer than the vectors. So ``body`` may meet a cell twice.
     """
-
-    def number(value):
-        return ir.Constant(count.type, value)
-
-    def at_least(value):
-        return builder.icmp_signed(">=", count, number(value))
-
-    with builder.if_else(at_least(8)) as (long, short):
+    with builder.if_else(builder.icmp_signed(">=", count, _word(8))) as (long, short):
         with long:
-            with cgutils.for_range_slice(builder, number(0), builder.sub(count, number(8)), number(8)) as (i, _):
+            last = builder.sub(count, _word(8))
+            with cgutils.for_range_slice(builder, _word(0), last, _word(8)) as (i, _):
                 body(i, 8)
-            body(builder.sub(count, number(8)), 8)
-        with short, builder.if_else(at_least(4)) as (half, single):
+            body(last, 8)
+        with short, builder.if_else(builder.icmp_signed(">=", count, _word(4))) as (half, single):
             with half:
-                body(number(0), 4)
-                body(builder.sub(count, number(4)), 4)
+                body(_word(0), 4)
+                body(builder.sub(count, _word(4)), 4)
             with single, cgutils.for_range(builder, count) as loop:
                 body(loop.index, 1)
 
 
-def _runs(context, builder, signature, args):
-    """Give (load, store, count) of each array argument; load and store take a cell's place."""
+@intrinsic
+def sum_runs(typingctx, source, first, starts, begin, end, target, at, count):
+    """Sum the runs of ``count`` cells that start at ``first + starts[j]``, begin <= j < end, in that order from +0.0.
 
-    def run(kind, value):
-        array = context.make_array(kind)(context, builder, value)
-        cell = array.data.type.pointee
-        size = context.get_abi_sizeof(cell)
+    Works on blocks of up to `MOST_LANES` cells: up to one block less a cell beyond the end of the target is written
+    too, and as much read; there must be room. Each cell is a sum of its own in a lane of its own, so that the width
+    of the machine's vectors cannot matter.
+    """
+    if not _flat(source, starts, target) or source.dtype != target.dtype:
+        return None
 
-        def at(i, lanes):
-            return builder.bitcast(builder.gep(array.data, [i]), ir.VectorType(cell, lanes).as_pointer())
+    def build(context, builder, kinds, args):
+        source, first, starts, begin, end, target, at, count = args
+        load, _ = _cells(context, builder, source)
+        load_start, _ = _cells(context, builder, starts)
+        _, store = _cells(context, builder, target)
+        cell = source.type.pointee
+        lanes = _BYTES // context.get_abi_sizeof(cell)
+        zeros = ir.Constant(ir.VectorType(cell, lanes), [0.0] * lanes)
+        total = cgutils.alloca_once(builder, zeros.type)  # LLVM keeps it in registers
+        with cgutils.for_range_slice(builder, _word(0), count, _word(lanes)) as (i, _):
+            builder.store(zeros, total)
+            here = builder.add(first, i)
+            with cgutils.for_range_slice(builder, begin, end, _word(1)) as (j, _):
+                start = builder.extract_element(load_start(j, 1), ir.Constant(ir.IntType(32), 0))
+                run = load(builder.add(here, start), lanes)
+                builder.store(builder.fadd(builder.load(total), run), total)
+            store(builder.load(total), builder.add(at, i))
 
-        def load(i, lanes):
-            return builder.load(at(i, lanes), align=size)
-
-        def store(cells, i):
-            builder.store(cells, at(i, cells.type.count), align=size)
-
-        return load, store, builder.extract_value(array.shape, 0)
-
-    return [run(kind, value) for kind, value in zip(signature.args, args, strict=True) if isinstance(kind, types.Array)]
-
-
-def _are_runs(*arrays):
-    return all(array.ndim == 1 and array.layout == "C" for array in arrays)
+    whole = types.int64
+    return types.void(source, whole, starts, whole, whole, target, whole, whole), _outlined(build)
 
 
 @intrinsic
-def divide_run(typingctx, source, divisor, target):
-    """target[i] = source[i] / divisor, in the accumulation type. The two share no memory."""
-    if not _are_runs(source, target) or divisor != target.dtype:
+def zero_run(typingctx, target, at, count):
+    """Zero a run of cells."""
+    if not _flat(target):
         return None
 
-    def generate(context, builder, signature, args):
-        (load, _, _), (_, store, count) = _runs(context, builder, signature, args)
+    def build(context, builder, kinds, args):
+        target, at, count = args
+        _, store = _cells(context, builder, target)
+        cell = target.type.pointee
 
         def body(i, lanes):
-            wide = widen_value(context, builder, source.dtype, load(i, lanes))
-            whole = ir.Constant(wide.type, ir.Undefined)
-            for lane in range(lanes):
-                whole = builder.insert_element(whole, args[1], ir.Constant(ir.IntType(32), lane))
-            store(builder.fdiv(wide, whole), i)
+            store(ir.Constant(ir.VectorType(cell, lanes), [0.0] * lanes), builder.add(at, i))
 
         _by_lanes(builder, count, body)
-        return context.get_dummy_value()
 
-    return types.void(source, divisor, target), generate
-
-
-@intrinsic
-def round_run(typingctx, source, target):
-    """target[i] = source[i], rounded once to what ``target`` stores. The two share no memory."""
-    if not _are_runs(source, target):
-        return None
-
-    def generate(context, builder, signature, args):
-        (load, _, _), (_, store, count) = _runs(context, builder, signature, args)
-        _by_lanes(
-            builder, count, lambda i, lanes: store(narrow_value(context, builder, target.dtype, load(i, lanes)), i)
-        )
-        return context.get_dummy_value()
-
-    return types.void(source, target), generate
+    return types.void(target, types.int64, types.int64), _outlined(build)
 
 
 @intrinsic
-def round_pairs(typingctx, even, odd, target):
-    """target[2 * i], target[2 * i + 1] = even[i], odd[i], rounded as by `round_run`; for each i of ``even``."""
-    if not _are_runs(even, odd, target):
+def divide_run(typingctx, source, place, divisor, target, at, count):
+    """target[at + i] = source[place + i] / divisor, in the target's type: a division, not a product."""
+    if not _flat(source, target):
         return None
 
-    def generate(context, builder, signature, args):
-        (load_even, _, count), (load_odd, _, _), (_, store, _) = _runs(context, builder, signature, args)
+    def build(context, builder, kinds, args):
+        source, place, divisor, target, at, count = args
+        load, _ = _cells(context, builder, source)
+        _, store = _cells(context, builder, target)
+        divisor = context.cast(builder, divisor, kinds[2], kinds[3])
+
+        def body(i, lanes):
+            wide = widen_value(context, builder, kinds[0], load(builder.add(place, i), lanes))
+            divisors = ir.Constant(wide.type, ir.Undefined)
+            for lane in range(lanes):
+                divisors = builder.insert_element(divisors, divisor, ir.Constant(ir.IntType(32), lane))
+            store(builder.fdiv(wide, divisors), builder.add(at, i))
+
+        _by_lanes(builder, count, body)
+
+    return types.void(source, types.int64, types.int64, target, types.int64, types.int64), _outlined(build)
+
+
+@intrinsic
+def round_run(typingctx, source, place, target, at, step, count):
+    """target[at + i * step] = source[place + i], rounded once to what ``target`` stores."""
+    if not _flat(source, target):
+        return None
+
+    def build(context, builder, kinds, args):
+        source, place, target, at, step, count = args
+        load, _ = _cells(context, builder, source)
+        _, store = _cells(context, builder, target)
+
+        def rounded(i, lanes):
+            return narrow_value(context, builder, kinds[2], load(builder.add(place, i), lanes))
+
+        with builder.if_else(builder.icmp_signed("==", step, _word(1))) as (dense, sparse):
+            with dense:
+                _by_lanes(builder, count, lambda i, lanes: store(rounded(i, lanes), builder.add(at, i)))
+            with sparse, cgutils.for_range(builder, count) as loop:
+                store(rounded(loop.index, 1), builder.add(at, builder.mul(loop.index, step)))
+
+    whole = types.int64
+    return types.void(source, whole, target, whole, whole, whole), _outlined(build)
+
+
+@intrinsic
+def round_pairs(typingctx, source, even, odd, target, at, count):
+    """target[at + 2 * i], target[at + 2 * i + 1] = source[even + i], source[odd + i], rounded as by `round_run`."""
+    if not _flat(source, target):
+        return None
+
+    def build(context, builder, kinds, args):
+        source, even, odd, target, at, count = args
+        load, _ = _cells(context, builder, source)
+        _, store = _cells(context, builder, target)
 
         def body(i, lanes):
             by_turns = [lane for pair in zip(range(lanes), range(lanes, 2 * lanes), strict=True) for lane in pair]
             mask = ir.Constant(ir.VectorType(ir.IntType(32), 2 * lanes), by_turns)
-            pairs = builder.shuffle_vector(load_even(i, lanes), load_odd(i, lanes), mask)
-            store(narrow_value(context, builder, target.dtype, pairs), builder.shl(i, ir.Constant(i.type, 1)))
+            pairs = builder.shuffle_vector(load(builder.add(even, i), lanes), load(builder.add(odd, i), lanes), mask)
+            pairs = narrow_value(context, builder, kinds[3], pairs)
+            store(pairs, builder.add(at, builder.shl(i, _word(1))))
 
         _by_lanes(builder, count, body)
-        return context.get_dummy_value()
 
-    return types.void(even, odd, target), generate
+    whole = types.int64
+    return types.void(source, whole, whole, target, whole, whole), _outlined(build)
+
+
+@intrinsic
+def add_run(typingctx, target, at, number, divisor, count):
+    """target[at + i] += number / divisor."""
+    if not _flat(target) or number != target.dtype:
+        return None
+
+    def build(context, builder, kinds, args):
+        target, at, number, divisor, count = args
+        load, store = _cells(context, builder, target)
+        term = builder.fdiv(number, context.cast(builder, divisor, kinds[3], kinds[2]))
+        with cgutils.for_range(builder, count) as loop:
+            place = builder.add(at, loop.index)
+            cell = load(place, 1)
+            one = builder.insert_element(ir.Constant(cell.type, ir.Undefined), term, ir.Constant(ir.IntType(32), 0))
+            store(builder.fadd(cell, one), place)
+
+    whole = types.int64
+    return types.void(target, whole, number, whole, whole), _outlined(build)

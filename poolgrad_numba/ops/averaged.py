@@ -17,6 +17,7 @@ from poolgrad_numba.plan import Candidate, Plan, Verdict
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from poolgrad_numba.kernels._jit import Kernel
     from poolgrad_numba.problem import Problem, Window
 
 Axis = tuple[int, int, int, int, int]
@@ -47,11 +48,10 @@ def _numbers(problem: Problem, *, spread: bool) -> NDArray[np.int64]:
     return np.array([*(number for axis in axes(problem) for number in axis), *divide, *brick(problem), spread], np.int64)
 
 
-def _rows(problem: Problem, operands: Operands) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Give ``grad_output`` and the result as planes of rows."""
-    OD, OH, OW = problem.output_size
-    D, H, W = problem.input_size
-    return operands.grad.reshape(problem.planes, OD * OH, OW), operands.out.reshape(problem.planes, D * H, W)
+def _launch(kernel: Kernel, plan: Plan, operands: Operands, scratch: list[NDArray[Any]], *, spread: bool) -> int:
+    """Run a kernel, which takes all arrays flat."""
+    grad, out = operands.grad.reshape(-1), operands.out.reshape(-1)
+    return launch(kernel, plan.workers, grad, out, *scratch, _numbers(plan.problem, spread=spread))
 
 
 # -- bricks ------------------------------------------------------------------------------------------------------
@@ -106,16 +106,15 @@ class _ShiftedSums(Candidate):
         taps = (_slots(problem), above + 1, before + 1)
         ring = phases_h * phases_w * (rows * pitch + MOST_LANES) if self.spread else slab
         return (
-            Block((workers, _slots(problem) * ring), wide),
-            Block((workers, 2, slab if self.spread else 0), wide),
-            Block((workers, kernels.PHASES, max(_SUMS, pitch) + MOST_LANES), wide),
-            Block((workers, max(taps) if self.spread else math.prod(taps)), np.dtype(np.int64)),
+            Block((workers * _slots(problem) * ring,), wide),
+            Block((workers * 2 * slab if self.spread else 0,), wide),
+            Block((workers * kernels.PHASES * (max(_SUMS, pitch) + MOST_LANES),), wide),
+            Block((workers * (max(taps) if self.spread else math.prod(taps)),), np.dtype(np.int64)),
         )
 
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
         """Fill the bricks."""
-        rows = _rows(plan.problem, operands)
-        return launch(kernels.shifted_sums, plan.workers, *rows, *scratch, _numbers(plan.problem, spread=self.spread))
+        return _launch(kernels.shifted_sums, plan, operands, scratch, spread=self.spread)
 
 
 class Gather(_ShiftedSums):
@@ -164,14 +163,12 @@ class AddRows(Candidate):
         return problem.planes * D * H * -(-W // kernels.BLOCK)
 
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
-        """One term for each worker, and for 16-bit results a block of sums."""
-        block = 0 if problem.dtype == problem.accumulator else min(kernels.BLOCK, problem.input_size[2])
-        return Block((workers, 1), problem.accumulator), Block((workers, block), problem.accumulator)
+        """A block of sums for each worker."""
+        return (Block((workers * min(kernels.BLOCK, problem.input_size[2]),), problem.accumulator),)
 
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
         """Add, row by row."""
-        rows = _rows(plan.problem, operands)
-        return launch(kernels.add_rows, plan.workers, *rows, *scratch, _numbers(plan.problem, spread=False))
+        return _launch(kernels.add_rows, plan, operands, scratch, spread=False)
 
 
 # -- costs -------------------------------------------------------------------------------------------------------
