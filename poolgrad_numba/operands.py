@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from poolgrad_numba.problem import Problem
 
+_NOTHING: Final[NDArray[np.uint8]] = np.empty(0, np.uint8)
 _ALIGNMENT: Final = 64  # a cache line, and the widest vector
 
 
@@ -134,16 +135,14 @@ def index_error(problem: Problem, indices: NDArray[Any]) -> PoolGradIndexError:
 
 def is_plain(array: NDArray[Any]) -> bool:
     """Whether kernels can take an array as it is."""
-    return array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
+    flags = array.flags
+    return flags.c_contiguous and flags.aligned and array.dtype.isnative
 
 
 def packing(arrays: Iterable[NDArray[Any] | None]) -> tuple[Block, ...]:
     """Room for those arrays that kernels cannot take as they are."""
-    return tuple(
-        Block(array.shape, array.dtype.newbyteorder("="))
-        for array in arrays
-        if array is not None and not is_plain(array)
-    )
+    odd = [array for array in arrays if array is not None and not is_plain(array)]
+    return tuple(Block(array.shape, array.dtype.newbyteorder("=")) for array in odd)
 
 
 def buffer_size(blocks: Sequence[Block]) -> int:
@@ -155,7 +154,7 @@ def buffer_size(blocks: Sequence[Block]) -> int:
 def open_workspace(workspace: Any, size: int, others: Iterable[NDArray[Any] | None]) -> NDArray[np.uint8]:
     """Check the caller's scratch, or allocate it."""
     if workspace is None:
-        return np.empty(size, np.uint8)
+        return np.empty(size, np.uint8) if size else _NOTHING
     try:
         view = memoryview(workspace)
         buffer: NDArray[np.uint8] = np.frombuffer(view, np.uint8)
@@ -190,6 +189,8 @@ def carve(buffer: NDArray[np.uint8], blocks: Sequence[Block]) -> list[NDArray[An
 
 def pack(arrays: Operands, rooms: Sequence[NDArray[Any]]) -> Operands:
     """Give the operands as kernels can take them; ``rooms``, in the order of `packing`, hold those that differ."""
+    if not rooms:
+        return arrays
     free = iter(rooms)
 
     def packed(array: NDArray[Any]) -> NDArray[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from poolgrad_numba import operands
 from poolgrad_numba.errors import PoolGradTypeError, PoolGradValueError
 from poolgrad_numba.operands import Block, Operands
-from poolgrad_numba.problem import Problem, Signature, describe
+from poolgrad_numba.problem import Problem, Signature, call_key, describe
 from poolgrad_numba.values import show
 
 if TYPE_CHECKING:
@@ -121,12 +121,20 @@ class Plan:
     blocks: tuple[Block, ...] = field(repr=False)
     verdicts: tuple[tuple[str, Verdict], ...] = field(repr=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @cached_property
+    def _candidate(self) -> Candidate:
+        candidates = OPS[self.problem.signature.name].candidates(deterministic=self.problem.deterministic)
+        return next(candidate for candidate in candidates if candidate.name == self.algorithm)
+
     @property
     def output_shape(self) -> tuple[int, ...]:
         """Shape of the pooling's output, which ``grad_output`` must have."""
         return self.problem.output_shape
 
-    @property
+    @cached_property
     def workspace_size(self) -> int:
         """Bytes of scratch that a run needs beyond C-contiguous inputs and ``out``."""
         return operands.buffer_size(self.blocks)
@@ -141,7 +149,8 @@ class Plan:
 
     def scratch_for(self, arrays: Sequence[NDArray[Any] | None]) -> int:
         """Give what `workspace_size_for` gives, for (gradient, indices, result) that were checked already."""
-        return operands.buffer_size(self.blocks + operands.packing(arrays))
+        packing = operands.packing(arrays)
+        return operands.buffer_size(self.blocks + packing) if packing else self.workspace_size
 
     def run(
         self,
@@ -178,12 +187,19 @@ class Plan:
             For an index outside its plane; the content of ``out`` is undefined.
         """
         grad, index, target = self._read(grad_output, indices, out)
-        size = self.scratch_for((grad, index, target))
-        buffer = operands.open_workspace(workspace, size, (grad, index, target))
+        result = self.run_read(grad, index, target, workspace)
+        return result if out is None else out
+
+    def run_read(
+        self, grad: NDArray[Any], index: NDArray[Any] | None, target: NDArray[Any] | None, workspace: Any = None
+    ) -> NDArray[Any]:
+        """Run on arrays that were checked already, all but the workspace; ``target`` is made where it is ``None``."""
+        arrays = (grad, index, target)
+        buffer = operands.open_workspace(workspace, self.scratch_for(arrays), arrays)
         if target is None:
-            target = out = np.empty(self.problem.input_shape, self.problem.dtype)
+            target = np.empty(self.problem.input_shape, self.problem.dtype)
         self.run_checked(Operands(grad, index, target), buffer)
-        return target if out is None else out
+        return target
 
     def _read(
         self, grad_output: Any, indices: Any, out: Any
@@ -200,8 +216,7 @@ class Plan:
             return
         rooms = operands.carve(buffer, self.blocks + operands.packing(arrays))
         packed = operands.pack(arrays, rooms[len(self.blocks) :])
-        candidate = _candidate(self.problem, self.algorithm)
-        bad = candidate.run(self, operands.as_planes(packed, self.problem), rooms[: len(self.blocks)])
+        bad = self._candidate.run(self, operands.as_planes(packed, self.problem), rooms[: len(self.blocks)])
         if bad and packed.indices is not None:
             raise operands.index_error(self.problem, packed.indices)
         if packed.out is not arrays.out:
@@ -226,7 +241,7 @@ class Plan:
             lines.append(f"  {name:<{width}}  {mark}: {verdict.why}")
         forced = ", asked for by name" if self.forced else ""
         lines += [
-            f"{self.algorithm}{forced}: {_candidate(problem, self.algorithm).how}",
+            f"{self.algorithm}{forced}: {self._candidate.how}",
             f"  {_count(self.workers, 'worker')}, {_count(self.workspace_size, 'byte')} of workspace",
         ]
         return "\n".join(lines)
@@ -234,11 +249,6 @@ class Plan:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _candidate(problem: Problem, name: str) -> Candidate:
-    candidates = OPS[problem.signature.name].candidates(deterministic=problem.deterministic)
-    return next(candidate for candidate in candidates if candidate.name == name)
 
 
 def make_plan(
@@ -323,7 +333,13 @@ def apply(
     if out is not None:
         shapes["out"] = operands.as_out(out).shape
     plan = plan_call(operator, input_shape, parameters, settings, dtypes, shapes)
+    if out is None:  # planned for just these arrays, so that there is nothing left to check
+        return plan.run_read(arrays["grad_output"], arrays.get("indices"), None)
     return plan.run(arrays["grad_output"], arrays.get("indices"), out=out)
+
+
+_recent: dict[Any, Plan] = {}
+_MOST_RECENT: Final = 1024
 
 
 def plan_call(
@@ -335,7 +351,16 @@ def plan_call(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Plan:
     """Plan a call from its arguments and what is known of its operands; see `describe`."""
-    return _plan(describe(operator.signature, input_shape, parameters, settings, dtypes, shapes), None)
+    asked = (operator.signature, input_shape, parameters, settings, dtypes, shapes)
+    key = call_key(*asked)
+    plan = None if key is None else _recent.get(key)
+    if plan is None:
+        plan = _plan(describe(*asked), None)
+        if key is not None:
+            if len(_recent) >= _MOST_RECENT:
+                _recent.clear()
+            _recent[key] = plan
+    return plan
 
 
 @lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ of a run's arrays in ``operands.py``. Every message names the argument, what it 
 
 from __future__ import annotations
 
+import marshal
 import math
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from poolgrad_numba import config
-from poolgrad_numba.errors import PARAM_NULLPTR, PoolGradTypeError, PoolGradValueError
+from poolgrad_numba.errors import PARAM_NULLPTR, PoolGradError, PoolGradTypeError, PoolGradValueError
 from poolgrad_numba.geometry import effective_kernel, pooled_size
 from poolgrad_numba.values import flag, integer, integers, is_sequence, show
 
@@ -310,6 +311,35 @@ def describe(
     return Problem(
         signature, shape, output_shape, dtype, index_dtype, window, resolved.deterministic, resolved.num_threads
     )
+
+
+def call_key(
+    signature: Signature,
+    input_shape: Any,
+    parameters: Mapping[str, Any],
+    settings: tuple[Any, Any],
+    dtypes: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+) -> tuple[Any, ...] | None:
+    """Give a key that tells whether `describe` was asked this before, at a tenth of its price; ``None`` if it cannot.
+
+    Only plain numbers and lists or tuples of them have one: marshalled, since 1, 1.0 and True are equal as keys.
+    """
+    values = (input_shape, *parameters.values())
+    if not all(map(_is_builtin, values)):
+        return None
+    try:
+        held = config.resolve(*settings)
+    except PoolGradError:
+        return None
+    return signature.name, marshal.dumps(values, 2), held, *dtypes.values(), *shapes.values()
+
+
+def _is_builtin(value: Any) -> bool:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return all(type(number) is int for number in value)
+    return kind is int or kind is bool or value is None
 
 
 def check_run(problem: Problem, arrays: Mapping[str, NDArray[Any]]) -> None:

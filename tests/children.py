@@ -24,7 +24,7 @@ BY_NAME = {case.name: case for case in cases.SMALL_CASES}
 JOBS = (
     ("adaptive2d_one_plane", "tile_reduce", np.float32),
     ("max_overlapping", "plane_scatter", np.float16),
-    ("avg_one_plane", "tile_gather", ml_dtypes.bfloat16),
+    ("avg_one_plane", "gather", ml_dtypes.bfloat16),
 )
 
 

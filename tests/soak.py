@@ -441,7 +441,7 @@ def count(folder):
 def sample(steady, threads=None):
     """What there is now that all is quiet; ``threads`` may still be on their way out, down to so many."""
     gc.collect()
-    steady.plan(deterministic=True, num_threads=8, algorithm="tile_gather").run(steady.grad)  # OpenMP's team: 8
+    steady.plan(deterministic=True, num_threads=8, algorithm="gather").run(steady.grad)  # OpenMP's team: 8
     deadline = time.monotonic() + 10
     while count("task") != threads and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -513,7 +513,7 @@ def test_tables_fit(monkeypatch, small, capsys, columns):
     Console(width=columns).print(demo._table(rows))
     out = capsys.readouterr().out
     assert "…" not in out
-    for word in ("mode", "deterministic", "plane_gather", "ok", "same", "bytes", "largest", "diff", "GB/s"):
+    for word in ("mode", "deterministic", "gather", "ok", "same", "bytes", "largest", "diff", "GB/s"):
         assert word in out
 
 

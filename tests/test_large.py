@@ -53,19 +53,15 @@ def scratch(plan):
     """What a plan's candidate must ask for at least, in bytes: counted anew, with Python's integers."""
     problem = plan.problem
     planes, cells, outputs, width = problem.planes, problem.cells, problem.outputs, problem.accumulator.itemsize
-    _, H, W = problem.input_size
-    OD, OH, OW = problem.output_size
     narrow = problem.dtype != problem.accumulator
-    spread = OD * OH * W + OD * H * W
-    terms, spreads = (max(1, min(planes, (64 << 20) // (plane * width))) for plane in (outputs, spread))  # a round's
     return {
         "plane_scatter": plan.workers * cells * width if narrow else 0,
         "atomic_scatter": planes * cells * width if narrow else 0,
         "tile_reduce": 2 * 8 * planes * -(-outputs // max(128, min(-(-outputs // 4096), 16_384))),
-        "plane_gather": plan.workers * outputs * width,
-        "tile_gather": terms * outputs * width,
-        "plane_spread": plan.workers * (OW + spread) * width,
-        "tile_spread": (plan.workers * OW + spreads * spread) * width,
+        "plane_stream": 2 * plan.workers * cells * width,
+        "gather": 0,  # bricks of a bounded size, whatever the plane's
+        "spread": 0,
+        "add_rows": 0,
     }[plan.algorithm]
 
 
@@ -158,9 +154,9 @@ def test_planes_at_the_limit_are_accepted_by_the_accelerators_face(name, dtype, 
 # -- runs --------------------------------------------------------------------------------------------------------
 
 
-INDEXED = [(True, "plane_scatter"), (True, "tile_reduce"), (False, "atomic_scatter")]
-GATHERS = [(True, "plane_gather", 1), (True, "tile_gather", 2)]
-SPREADS = [(False, "plane_spread", 1), (False, "tile_spread", 2)]
+INDEXED = [(True, "plane_stream"), (True, "plane_scatter"), (True, "tile_reduce"), (False, "atomic_scatter")]
+GATHERS = [(True, "gather", 1), (True, "gather", 2), (True, "add_rows", 2)]
+SPREADS = [(False, "spread", 1), (False, "spread", 2)]
 
 
 class Arena:
@@ -350,7 +346,7 @@ def test_many_windows_along_a_row_of_the_limit(arena):
 def test_many_overlapping_windows_along_a_row_of_the_limit(arena):
     """2**30 windows of 3 cells every 2: odd cells lie in two."""
     out = arena.take((1, 1, 1, EDGE), F2)
-    window = {"kernel_size": (1, 1, 3), "stride": (1, 1, 2), "padding": (0, 0, 1), "algorithm": "tile_gather"}
+    window = {"kernel_size": (1, 1, 3), "stride": (1, 1, 2), "padding": (0, 0, 1), "algorithm": "gather"}
     planned_run(arena, cases.AVG3D, repeated(3, (1, 1, 1, 2**30), F2), None, out, num_threads=2, **window)
     assert all_equal(out[..., ::2], 1)
     assert all_equal(out[..., 1::2], 2)

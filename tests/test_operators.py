@@ -1,5 +1,7 @@
 """Results of the four operators: every case, mode, candidate, dtype and layout, against the oracle."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -343,19 +345,25 @@ def test_generated_bad_indices(operator, data):
     assert np.array_equal(before[1], grad, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["tile_gather", "tile_spread"])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_averages_work_on_rounds_of_planes(monkeypatch, name, dtype):
-    """Scratch stays small however many planes there are; the last round may be shorter."""
+@pytest.mark.parametrize("case", [c for c in cases.SMALL_CASES if not c.indexed], ids=lambda case: case.name)
+@pytest.mark.parametrize("sums", [1, 7, 20])
+def test_averages_cross_the_bounds_of_bricks(monkeypatch, case, sums):
+    """Bricks as small as a cell: their halos, their rings and what they leave of rows must fit together."""
     from poolgrad_numba.ops import averaged
 
-    for planes in (5, 2, 1):
-        monkeypatch.setattr(averaged, "_planes_a_round", lambda *_, planes=planes: planes)
-        case = cases.Case("rounds", cases.AVG3D, (1, 5, 4, 5, 6 + planes), {"kernel_size": 3, "stride": 1})
-        plan = plan_for(case, dtype, algorithm=name, num_threads=3)
-        assert planes in {block.shape[0] for block in plan.blocks}
-        grad = case.rough_gradient(dtype)
-        assert reference.within_bound(plan.run(grad), case.operator, grad, case.input_shape, **case.parameters)
+    monkeypatch.setattr(averaged, "_SUMS", sums)
+    monkeypatch.setattr(averaged, "_RING", 4 * sums)
+    monkeypatch.setattr(averaged, "_numbers", averaged._numbers.__wrapped__)
+    grad = case.rough_gradient()
+    for name, workers in (("gather", 1), ("gather", 5), ("spread", 3)):
+        plan = plan_for(case, algorithm=name, num_threads=workers)
+        candidate = next(c for c in pg.OPS[case.operator].fast if c.name == name)
+        blocks = candidate.scratch(plan.problem, workers)
+        got = dataclasses.replace(plan, blocks=blocks, workers=workers).run(grad)
+        if name == "gather":
+            assert same_bits(got, expected(case, grad))
+        else:
+            assert reference.within_bound(got, case.operator, grad, case.input_shape, **case.parameters)
 
 
 def test_scratch_of_averages_is_bounded():

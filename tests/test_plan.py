@@ -31,12 +31,15 @@ def chosen(operator, shape, **options):
         ("tile_reduce", cases.MAX2D, (1, 1, 600, 600), {"kernel_size": 2, "num_threads": 1, "dtype": np.float16}),
         ("atomic_scatter", cases.ADAPTIVE2D, (1, 1, 512, 512), {"output_size": 1}),
         ("tile_reduce", cases.ADAPTIVE2D, (1, 1, 512, 512), {"output_size": 1, "deterministic": True}),
-        ("plane_spread", cases.AVG3D, (8, 8, 8, 16, 16), {"kernel_size": 3, "stride": 1}),
-        ("tile_spread", cases.AVG3D, (1, 1, 32, 64, 64), {"kernel_size": 3, "stride": 1}),
-        ("plane_gather", cases.AVG3D, (8, 8, 8, 16, 16), {"kernel_size": 2}),
-        ("tile_gather", cases.AVG3D, (1, 1, 32, 64, 64), {"kernel_size": 2}),
-        ("plane_gather", cases.AVG3D, (8, 8, 8, 16, 16), {"kernel_size": 3, "stride": 1, "deterministic": True}),
-        ("tile_gather", cases.AVG3D, (1, 1, 32, 64, 64), {"kernel_size": 3, "stride": 1, "deterministic": True}),
+        ("plane_stream", cases.MAX2D, (16, 16, 112, 112), {"kernel_size": 2}),
+        ("plane_stream", cases.MAX2D, (16, 16, 112, 112), {"kernel_size": 2, "deterministic": True}),
+        ("plane_scatter", cases.ADAPTIVE2D, (32, 512, 14, 14), {"output_size": 7}),
+        ("spread", cases.AVG3D, (8, 8, 8, 16, 16), {"kernel_size": 5, "stride": 1}),
+        ("spread", cases.AVG3D, (1, 1, 32, 64, 64), {"kernel_size": 3, "stride": 1}),
+        ("gather", cases.AVG3D, (8, 8, 8, 16, 16), {"kernel_size": 2}),
+        ("gather", cases.AVG3D, (1, 1, 32, 64, 64), {"kernel_size": 3, "stride": 1, "deterministic": True}),
+        ("add_rows", cases.AVG3D, (8, 8, 8, 7, 7), {"kernel_size": 7, "padding": 0}),
+        ("add_rows", cases.AVG3D, (8, 8, 8, 9, 99), {"kernel_size": (1, 1, 99), "deterministic": True}),
     ],
 )
 def test_which_candidate_runs(want, operator, shape, options):
@@ -89,7 +92,7 @@ def test_deterministic_mode_lists_canonical_candidates_only(operator):
 
 
 def test_a_candidate_that_does_not_apply_refuses_in_a_sentence():
-    for operator, name in ((CASE, "atomic_scatter"), (AVERAGE, "plane_spread"), (AVERAGE, "tile_spread")):
+    for operator, name in ((CASE, "atomic_scatter"), (AVERAGE, "spread")):
         with pytest.raises(
             pg.PoolGradValueError, match=f"algorithm: got '{name}', which is not deterministic: .*order"
         ):
@@ -97,8 +100,8 @@ def test_a_candidate_that_does_not_apply_refuses_in_a_sentence():
     for bad in (3, ["plane_scatter"]):
         with pytest.raises(pg.PoolGradTypeError, match="algorithm: got"):
             plan_for(CASE, algorithm=bad)
-    for bad in ("fastest", "plane_gather", ""):
-        with pytest.raises(pg.PoolGradValueError, match="algorithm: got .* wanted one of plane_scatter"):
+    for bad in ("fastest", "gather", ""):
+        with pytest.raises(pg.PoolGradValueError, match="algorithm: got .* wanted one of plane_stream"):
             plan_for(CASE, algorithm=bad)
 
 

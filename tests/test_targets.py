@@ -59,9 +59,10 @@ SHORT = {
     "plane_scatter": (FLOAT16, FLOAT64),
     "tile_reduce": (FLOAT32, BFLOAT16),
     "atomic_scatter": (FLOAT16,),
-    "plane_gather": (FLOAT16,),
-    "tile_gather": (FLOAT64, BFLOAT16),
-    "tile_spread": (FLOAT16,),
+    "plane_stream": (FLOAT16,),
+    "gather": (FLOAT64, FLOAT16, BFLOAT16),
+    "spread": (FLOAT16,),
+    "add_rows": (BFLOAT16,),
 }
 
 

@@ -32,7 +32,6 @@ _INNER = {**_OPTIONS, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapp
 helper = njit(**_INNER)
 
 
-
 KERNELS = []  # all that there are
 _making = threading.RLock()  # held while a dispatcher is made, so that threads calling at once make one
 _LOCKS = (_making, global_compiler_lock)

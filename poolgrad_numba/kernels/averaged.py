@@ -2,8 +2,8 @@
 
 ``grad`` is (planes, OD, OH, OW) and ``out`` (planes, D, H, W); kernels get both flat, and scratch too, of which each
 worker has its own part. An axis is the tuple (outputs, cells, kernel, stride, padding); geometry is (depth axis, height
-axis, width axis, (count_include_pad, divisor_override or 0)). A term is ``grad[o] / divisor(o)``, computed once. Canonical order is ascending in the flat
-output index.
+axis, width axis, (count_include_pad, divisor_override or 0)). A term is ``grad[o] / divisor(o)``, computed once, by a
+division, not a product with a reciprocal. Canonical order is ascending in the flat output index.
 
 **Shifted sums.** Along an axis, cell ``i`` has the position ``q, r = divmod(i + padding, stride)``, and the terms that
 reach it are those of the outputs ``q - t`` with ``t * stride + r < kernel``: for all cells of one phase ``r``, the same
@@ -19,7 +19,7 @@ kept, in a ring, for as long as cells need them: all in cache.
 """
 
 from poolgrad_numba.kernels._jit import Kernel, helper, share
-from poolgrad_numba.kernels.lanes import MOST_LANES, add_run, divide_run, round_pairs, round_run, sum_runs, zero_run
+from poolgrad_numba.kernels.lanes import MOST_LANES, add_run, divide_block, round_block, round_pairs, sum_runs, zero_run
 from poolgrad_numba.kernels.numeric import widen
 
 BLOCK = 4096  # cells of a row that are added to at a time, row by row
@@ -51,32 +51,17 @@ def extent(o, axis, include_pad):
 
 
 @helper
-def whole_windows(start, stop, axis, include_pad):
+def whole_windows(start, stop, axis, divide):
     """Bounds in [start, stop) of the outputs whose windows have their whole extent: one divisor serves them all."""
     _, size, k, s, p = axis
+    include_pad, override = divide
+    if override != 0:
+        return start, stop
     first = 0 if include_pad else (p + s - 1) // s
     room = (size + p if include_pad else size) + p - k
     past = room // s + 1 if room >= 0 else 0
     first = min(max(first, start), stop)
     return first, min(max(past, first), stop)
-
-
-@helper
-def divide_row(grad, row, terms, at, rows, start, whole, stop, geometry):
-    """terms[at + o - start] = grad[row + o] / divisor(o) for outputs [start, stop) of one row.
-
-    ``rows`` is the extent of its windows along D and H; ``whole`` is what `whole_windows` gives.
-    """
-    _, _, width, (include_pad, override) = geometry
-    if override != 0:
-        divide_run(grad, row + start, override, terms, at, stop - start)
-        return
-    a, z = whole
-    divide_run(grad, row + a, rows * width[2], terms, at + a - start, z - a)
-    for o in range(start, a):
-        divide_run(grad, row + o, rows * extent(o, width, include_pad), terms, at + o - start, 1)
-    for o in range(z, stop):
-        divide_run(grad, row + o, rows * extent(o, width, include_pad), terms, at + o - start, 1)
 
 
 # -- shifted sums --------------------------------------------------------------------------------------------------
@@ -98,63 +83,67 @@ def taps(r, axis):
 
 @helper
 def lay(grad, p, od, slabs, at, brick, geometry):
-    """Fill the slab at ``at``: the terms of plane ``p``, depth ``od``, that reach the brick, and zeros around them.
+    """Fill the zeroed slab at ``at`` with the terms of plane ``p``, depth ``od``, that reach the brick.
 
     Its row j holds the outputs of row ``q0 - lh + j``, from column ``c0 - lw`` on.
     """
-    depth, height, width, (include_pad, _) = geometry
+    depth, height, width, divide = geometry
     q0, rows, c0, columns = brick
     OH, OW, lh, lw = height[0], width[0], span(height)[0], span(width)[0]
-    a = max(c0 - lw, 0)
-    z = max(min(c0 + columns, OW), a)
-    before, after = a - (c0 - lw), c0 + columns - z
-    whole = whole_windows(a, z, width, include_pad)
-    deep = extent(od, depth, include_pad)
-    for oh in range(q0 - lh, q0 + rows):
-        if 0 <= oh < OH:
-            zero_run(slabs, at, before)
-            row = ((p * depth[0] + od) * OH + oh) * OW
-            divide_row(grad, row, slabs, at + before, deep * extent(oh, height, include_pad), a, whole, z, geometry)
-            zero_run(slabs, at + before + z - a, after)
-        else:
-            zero_run(slabs, at, lw + columns)
-        at += lw + columns
+    pitch = lw + columns
+    top, left = max(q0 - lh, 0), max(c0 - lw, 0)
+    bottom, right = min(q0 + rows, OH), min(c0 + columns, OW)
+    tall, wide = whole_windows(top, bottom, height, divide), whole_windows(left, right, width, divide)
+    oh = top
+    while oh < bottom:  # blocks with one divisor each: all at once where windows are whole, else output by output
+        below = tall[1] if tall[0] == oh < tall[1] else oh + 1
+        ow = left
+        while ow < right:
+            after = wide[1] if wide[0] == ow < wide[1] else ow + 1
+            divisor = divide[1]
+            if divisor == 0:
+                divisor = extent(od, depth, divide[0]) * extent(oh, height, divide[0]) * extent(ow, width, divide[0])
+            source = ((p * depth[0] + od) * OH + oh) * OW + ow
+            target = at + (oh - q0 + lh) * pitch + ow - c0 + lw
+            divide_block(grad, source, OW, divisor, slabs, target, pitch, below - oh, after - ow)
+            ow = after
+        oh = below
 
 
 @helper
-def spread_slab(slabs, slab, wide, ring, slot, size, slots, starts, begin, brick, geometry):
-    """Sum the slab at ``slab`` along W, into ``wide``, then H, for each phase of the two, into its part of the ring."""
+def spread_slab(slabs, slab, wide, ring, slot, size, slots, starts, begin, phases, brick, geometry):
+    """Sum the slab at ``slab`` along W, into ``wide``, then along H into the ring, for some phases of the two."""
     _, height, width, _ = geometry
     _, rows, _, columns = brick
-    (lh, _, RH), (lw, _, RW) = span(height), span(width)
+    rh, rw, count = phases
+    lh, lw = span(height)[0], span(width)[0]
     pitch = lw + columns
-    for rw in range(RW):
-        n = taps(rw, width)
+    for r in range(count):
+        n = taps(rw + r, width)
         for t in range(n):
             starts[begin + t] = lw + t + 1 - n
         sum_runs(slabs, slab, starts, begin, begin + n, slabs, wide, (lh + rows - 1) * pitch + columns)
-        for rh in range(RH):
-            n = taps(rh, height)
-            for t in range(n):
-                starts[begin + t] = (lh + t + 1 - n) * pitch
-            at = slot + (rh * RW + rw) * slots * size
-            sum_runs(slabs, wide, starts, begin, begin + n, ring, at, (rows - 1) * pitch + columns)
+        n = taps(rh, height)
+        for t in range(n):
+            starts[begin + t] = (lh + t + 1 - n) * pitch
+        at = slot + r * slots * size
+        sum_runs(slabs, wide, starts, begin, begin + n, ring, at, (rows - 1) * pitch + columns)
 
 
 @helper
-def list_runs(starts, begin, d, rh, rw, size, slots, spread, pitch, geometry):
-    """List where in the ring the runs start whose sums are the cells of depth ``d``, phases ``rh`` and ``rw``."""
+def list_runs(starts, begin, d, rh, rw, r, size, slots, spread, pitch, geometry):
+    """List where in the ring the runs start whose sums are the cells of depth ``d``, phases ``rh`` and ``rw + r``."""
     depth, height, width, _ = geometry
     q, rd = (d + depth[4]) // depth[3], (d + depth[4]) % depth[3]
     n = begin
     for od in range(max(q - taps(rd, depth) + 1, 0), min(q + 1, depth[0])):  # ascending: canonical
         if spread:
-            starts[n] = ((rh * span(width)[2] + rw) * slots + od % slots) * size
+            starts[n] = (r * slots + od % slots) * size
             n += 1
             continue
         at = od % slots * size + span(height)[0] * pitch + span(width)[0]
         for th in range(taps(rh, height) - 1, -1, -1):
-            for tw in range(taps(rw, width) - 1, -1, -1):
+            for tw in range(taps(rw + r, width) - 1, -1, -1):
                 starts[n] = at - th * pitch - tw
                 n += 1
     return n
@@ -177,34 +166,33 @@ def put_rows(sums, at, room, out, plane, first_row, rows, rw, phases, brick, geo
     _, (_, H, _, sh, _), (_, W, _, sw, pw), _ = geometry
     _, _, c0, columns = brick
     pitch = span(geometry[2])[0] + columns
+    top, bottom = within(first_row, sh, H, rows)
+    at, rows = at + top * pitch, bottom - top
     first = c0 * sw + rw - pw  # the cell of position c0, phase rw
-    pairs = sw == 2 and phases == 2  # stored by turns, as one run of the row, which vectors can write
-    start, stop = 0, 0
-    if pairs:
-        (a, z), (b, y) = within(first, sw, W, columns), within(first + 1, sw, W, columns)
-        start, stop = max(a, b), max(min(y, z), max(a, b))
-    for r in range(phases):
+    row, stride = plane + (first_row + top * sh) * W + first, sh * W
+    a, z = within(first, sw, W, columns)
+    if sw != 2 or phases != 2:
+        for r in range(phases):
+            a, z = within(first + r, sw, W, columns)
+            round_block(sums, at + r * room + a, pitch, out, row + r + a * sw, stride, sw, rows, z - a)
+        return
+    # Two phases go by turns, as one run of each row, which vectors can write; a cell on either side may be left.
+    b, y = within(first + 1, sw, W, columns)
+    start = max(a, b)
+    stop = max(min(y, z), start)
+    round_pairs(sums, at + start, at + room + start, pitch, out, row + 2 * start, stride, rows, stop - start)
+    for r in range(2):
         a, z = within(first + r, sw, W, columns)
-        for j in range(rows):
-            h = first_row + j * sh
-            if 0 <= h < H:
-                row, here = plane + h * W + first, at + j * pitch
-                if pairs and r == 0:
-                    round_pairs(sums, here + start, here + room + start, out, row + 2 * start, stop - start)
-                here += r * room
-                if not pairs:
-                    round_run(sums, here + a, out, row + r + a * sw, sw, z - a)
-                else:  # a cell on either side, perhaps
-                    if a < start:
-                        round_run(sums, here + a, out, row + r + a * sw, sw, start - a)
-                    if stop < z:
-                        round_run(sums, here + stop, out, row + r + stop * sw, sw, z - stop)
+        here, there = at + r * room, row + r
+        round_block(sums, here + a, pitch, out, there + a * 2, stride, 2, rows, start - a)
+        round_block(sums, here + stop, pitch, out, there + stop * 2, stride, 2, rows, z - stop)
 
 
 @Kernel
 def shifted_sums(worker, workers, grad, out, ring, slabs, sums, starts, numbers):
-    """Each worker owns a run of (plane, brick, depth), and fills those cells.
+    """Each worker owns a run of (plane, brick, group of phases, depth), and fills those cells.
 
+    Gathering, all phases are one group; spreading, up to `PHASES` of W and one of H are, since each has its own ring.
     ring: the slabs that cells of one depth need. slabs: two, to spread. sums: `PHASES` runs of sums made at a time.
     starts: where the terms are that reach a cell.
     """
@@ -215,43 +203,53 @@ def shifted_sums(worker, workers, grad, out, ring, slabs, sums, starts, numbers)
     my_ring, my_slabs = worker * (ring.size // workers), worker * (slabs.size // workers)
     my_sums, my_starts = worker * (sums.size // workers), worker * (starts.size // workers)
     slots = min(taps(0, depth), depth[0])
-    size = ring.size // workers // (slots * RH * RW if spread else slots)
+    size = ring.size // workers // (slots * min(RW, PHASES) if spread else slots)
     room = sums.size // workers // PHASES
-    D, bands, blocks = depth[1], (QH + most_rows - 1) // most_rows, (QW + most_columns - 1) // most_columns
-    items = bands * blocks * D
+    D, blocks = depth[1], (QW + most_columns - 1) // most_columns
+    wide_groups = (RW + PHASES - 1) // PHASES
+    groups = RH * wide_groups if spread else 1
+    bricks = (QH + most_rows - 1) // most_rows * blocks
+    items = bricks * groups * D
     first, last = share(worker, workers, out.size // (D * H * width[1]) * items)
     ready = 0  # depths whose slabs are in the ring, or are no longer needed
     for item in range(first, last):
-        p, d, block, band = item // items, item % D, item // D % blocks, item // (D * blocks) % bands
-        q0, c0 = band * most_rows, block * most_columns
+        p, d, group, part = item // items, item % D, item // D % groups, item // (D * groups) % bricks
+        q0, c0 = part // blocks * most_rows, part % blocks * most_columns
         rows, columns = min(most_rows, QH - q0), min(most_columns, QW - c0)
         brick = q0, rows, c0, columns
+        low, high = (group, group + 1) if spread else (0, RH * wide_groups)
         q = (d + depth[4]) // depth[3]
         if item == first or d == 0:
             ready = max(q - taps(0, depth) + 1, 0)
+            if spread:  # what lies around the terms stays zero for the whole brick
+                zero_run(slabs, my_slabs, slabs.size // workers)
+            else:
+                zero_run(ring, my_ring, ring.size // workers)
         while ready <= min(q, depth[0] - 1):
             slot = my_ring + ready % slots * size
             if spread:
                 wide = my_slabs + slabs.size // workers // 2
+                rw = group % wide_groups * PHASES
+                phases = group // wide_groups, rw, min(PHASES, RW - rw)
                 lay(grad, p, ready, slabs, my_slabs, brick, geometry)
-                spread_slab(slabs, my_slabs, wide, ring, slot, size, slots, starts, my_starts, brick, geometry)
+                spread_slab(slabs, my_slabs, wide, ring, slot, size, slots, starts, my_starts, phases, brick, geometry)
             else:
                 lay(grad, p, ready, ring, slot, brick, geometry)
             ready += 1
         pitch = lw + columns
         together = max((room - MOST_LANES) // pitch, 1)  # short rows are summed in one run
-        for rh in range(RH):
-            for rw in range(0, RW, PHASES):
-                phases = min(PHASES, RW - rw)
-                for row in range(0, rows, together):
-                    n = min(together, rows - row)
-                    for r in range(phases):
-                        end = list_runs(starts, my_starts, d, rh, rw + r, size, slots, spread, pitch, geometry)
-                        at, length = my_sums + r * room, (n - 1) * pitch + columns
-                        sum_runs(ring, my_ring + row * pitch, starts, my_starts, end, sums, at, length)
-                    plane = (p * D + d) * H * width[1]
-                    first_row = (q0 + row) * sh + rh - ph
-                    put_rows(sums, my_sums, room, out, plane, first_row, n, rw, phases, brick, geometry)
+        for which in range(low, high):
+            rh, rw = which // wide_groups, which % wide_groups * PHASES
+            phases = min(PHASES, RW - rw)
+            for row in range(0, rows, together):
+                n = min(together, rows - row)
+                for r in range(phases):
+                    end = list_runs(starts, my_starts, d, rh, rw, r, size, slots, spread, pitch, geometry)
+                    at, length = my_sums + r * room, (n - 1) * pitch + columns
+                    sum_runs(ring, my_ring + row * pitch, starts, my_starts, end, sums, at, length)
+                plane = (p * D + d) * H * width[1]
+                first_row = (q0 + row) * sh + rh - ph
+                put_rows(sums, my_sums, room, out, plane, first_row, n, rw, phases, brick, geometry)
     return 0
 
 
@@ -295,5 +293,5 @@ def add_rows(worker, workers, grad, out, sums, numbers):
                     start, stop = max(o * sw - pw, base), min(o * sw - pw + kw, end)
                     divisor = override if override != 0 else rows * extent(o, width, include_pad)
                     add_run(sums, my_sums + start - base, widen(grad[row + o]), divisor, stop - start)
-        round_run(sums, my_sums, out, line * W + base, 1, end - base)
+        round_block(sums, my_sums, 0, out, line * W + base, 0, 1, 1, end - base)
     return 0

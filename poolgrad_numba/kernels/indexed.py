@@ -37,7 +37,7 @@ def plane_scatter(worker, workers, grad, index, out, scratch):
     bad = 0
     first, last = share(worker, workers, out.shape[0])
     for p in range(first, last):
-        acc = accumulator(out[p], scratch[worker])
+        acc = accumulator(out[p], scratch[worker])[: out.shape[1]]
         acc[:] = 0  # here, while the plane is about to be in cache, not in a pass of its own
         bad += add_outputs(grad[p], index[p], acc)
         finish(acc, out[p])
@@ -45,8 +45,10 @@ def plane_scatter(worker, workers, grad, index, out, scratch):
 
 
 @helper
-def line_up(target):
-    """Return how many cells of scratch to skip, so that what follows crosses cache lines where ``target`` does."""
+def line_up(target, room):
+    """Return how many cells of ``room`` to skip, so that the rest crosses cache lines where ``target`` does."""
+    if target.itemsize != room.itemsize:
+        return 0
     line = LINE // target.itemsize
     return (line - cells_to_line(target)) % line
 
@@ -57,7 +59,7 @@ def plane_stream(worker, workers, grad, index, out, scratch, stage):
 
     By turns: some outputs of one plane are added, then as large a part of the plane before is streamed out and zeroed,
     so that reading, adding and writing overlap; 0.9 of the time of one after the other.
-    scratch: (workers, 2, cells). stage: (workers, `STAGE`) for 16-bit values, else (workers, 0).
+    scratch: (workers, 2, cells and a line more). stage: (workers, `STAGE`) for 16-bit values, else (workers, 0).
     """
     outputs, cells = grad.shape[1], out.shape[1]
     parts = max((outputs + PART - 1) // PART, 1)
@@ -68,8 +70,8 @@ def plane_stream(worker, workers, grad, index, out, scratch, stage):
     scratch[worker] = 0
     for p in range(first, last + 1):
         target, coming = out[max(p - 1, first)], out[min(p, last - 1)]
-        done = scratch[worker, (p + 1) % 2, line_up(target) :]
-        acc = scratch[worker, p % 2, line_up(coming) :]
+        done = scratch[worker, (p + 1) % 2, line_up(target, scratch) :]
+        acc = scratch[worker, p % 2, line_up(coming, scratch) :]
         start, stop = 0, cells_to_line(target)
         for part in range(parts):
             if p < last:
@@ -124,7 +126,7 @@ def tile_reduce(worker, workers, grad, index, out, segment, tile, low, high, scr
         p, base = t // tiles, t % tiles * tile
         end = min(base + tile, cells)
         target, lows, highs = out[p, base:end], low[p], high[p]
-        acc = accumulator(target, scratch[worker])
+        acc = accumulator(target, scratch[worker])[: target.size]
         acc[:] = 0
         inside = np.uint64(end - base)
         for s in range(lows.size):

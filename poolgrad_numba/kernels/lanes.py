@@ -1,7 +1,8 @@
-"""Runs of cells, with vectors: what the averaged map spends its time on.
+"""Runs and blocks of cells, with vectors: what the averaged map spends its time on.
 
 A run is given as a flat array and the place of its first cell in it, and not as a slice: making slices took longer than
-the work on short rows, to run and to compile. Nothing here checks a place.
+the work on short rows, to run and to compile. A block is rows of a run each, one ``pitch`` or ``stride`` apart. Nothing
+here checks a place.
 """
 
 from llvmlite import ir
@@ -123,6 +124,16 @@ def sum_runs(typingctx, source, first, starts, begin, end, target, at, count):
     return types.void(source, whole, starts, whole, whole, target, whole, whole), _outlined(build)
 
 
+def _block(builder, rows, count, body):
+    """Do ``body(row, i, lanes)`` for all of ``range(rows)`` and ``range(count)``, as `_by_lanes` does."""
+    with cgutils.for_range(builder, rows) as loop:
+        _by_lanes(builder, count, lambda i, lanes: body(loop.index, i, lanes))
+
+
+def _in_row(builder, at, row, pitch, i):
+    return builder.add(builder.add(at, builder.mul(row, pitch)), i)
+
+
 @intrinsic
 def zero_run(typingctx, target, at, count):
     """Zero a run of cells."""
@@ -132,10 +143,9 @@ def zero_run(typingctx, target, at, count):
     def build(context, builder, kinds, args):
         target, at, count = args
         _, store = _cells(context, builder, target)
-        cell = target.type.pointee
 
         def body(i, lanes):
-            store(ir.Constant(ir.VectorType(cell, lanes), [0.0] * lanes), builder.add(at, i))
+            store(ir.Constant(ir.VectorType(target.type.pointee, lanes), [0.0] * lanes), builder.add(at, i))
 
         _by_lanes(builder, count, body)
 
@@ -143,75 +153,84 @@ def zero_run(typingctx, target, at, count):
 
 
 @intrinsic
-def divide_run(typingctx, source, place, divisor, target, at, count):
-    """target[at + i] = source[place + i] / divisor, in the target's type: a division, not a product."""
+def divide_block(typingctx, source, place, stride, divisor, target, at, pitch, rows, count):
+    """target[at + row * pitch + i] = source[place + row * stride + i] / divisor, in the target's type."""
     if not _flat(source, target):
         return None
 
     def build(context, builder, kinds, args):
-        source, place, divisor, target, at, count = args
+        source, place, stride, divisor, target, at, pitch, rows, count = args
         load, _ = _cells(context, builder, source)
         _, store = _cells(context, builder, target)
-        divisor = context.cast(builder, divisor, kinds[2], kinds[3])
+        divisor = context.cast(builder, divisor, kinds[3], kinds[4])
 
-        def body(i, lanes):
-            wide = widen_value(context, builder, kinds[0], load(builder.add(place, i), lanes))
+        def body(row, i, lanes):
+            cells = load(_in_row(builder, place, row, stride, i), lanes)
+            wide = widen_value(context, builder, kinds[0], cells)
             divisors = ir.Constant(wide.type, ir.Undefined)
             for lane in range(lanes):
                 divisors = builder.insert_element(divisors, divisor, ir.Constant(ir.IntType(32), lane))
-            store(builder.fdiv(wide, divisors), builder.add(at, i))
+            store(builder.fdiv(wide, divisors), _in_row(builder, at, row, pitch, i))
 
-        _by_lanes(builder, count, body)
+        _block(builder, rows, count, body)
 
-    return types.void(source, types.int64, types.int64, target, types.int64, types.int64), _outlined(build)
+    whole = types.int64
+    return types.void(source, whole, whole, whole, target, whole, whole, whole, whole), _outlined(build)
 
 
 @intrinsic
-def round_run(typingctx, source, place, target, at, step, count):
-    """target[at + i * step] = source[place + i], rounded once to what ``target`` stores."""
+def round_block(typingctx, source, place, pitch, target, at, stride, step, rows, count):
+    """target[at + row * stride + i * step] = source[place + row * pitch + i], rounded once to ``target``'s dtype."""
     if not _flat(source, target):
         return None
 
     def build(context, builder, kinds, args):
-        source, place, target, at, step, count = args
+        source, place, pitch, target, at, stride, step, rows, count = args
         load, _ = _cells(context, builder, source)
         _, store = _cells(context, builder, target)
 
-        def rounded(i, lanes):
-            return narrow_value(context, builder, kinds[2], load(builder.add(place, i), lanes))
+        def rounded(row, i, lanes):
+            return narrow_value(context, builder, kinds[3], load(_in_row(builder, place, row, pitch, i), lanes))
+
+        def body(row, i, lanes):
+            store(rounded(row, i, lanes), _in_row(builder, at, row, stride, i))
 
         with builder.if_else(builder.icmp_signed("==", step, _word(1))) as (dense, sparse):
             with dense:
-                _by_lanes(builder, count, lambda i, lanes: store(rounded(i, lanes), builder.add(at, i)))
-            with sparse, cgutils.for_range(builder, count) as loop:
-                store(rounded(loop.index, 1), builder.add(at, builder.mul(loop.index, step)))
+                _block(builder, rows, count, body)
+            with sparse, cgutils.for_range(builder, rows) as row, cgutils.for_range(builder, count) as column:
+                i = builder.mul(column.index, step)
+                store(rounded(row.index, column.index, 1), _in_row(builder, at, row.index, stride, i))
 
     whole = types.int64
-    return types.void(source, whole, target, whole, whole, whole), _outlined(build)
+    return types.void(source, whole, whole, target, whole, whole, whole, whole, whole), _outlined(build)
 
 
 @intrinsic
-def round_pairs(typingctx, source, even, odd, target, at, count):
-    """target[at + 2 * i], target[at + 2 * i + 1] = source[even + i], source[odd + i], rounded as by `round_run`."""
+def round_pairs(typingctx, source, even, odd, pitch, target, at, stride, rows, count):
+    """Store ``source[even + row * pitch + i]`` and ``source[odd + row * pitch + i]`` by turns, as by `round_block`.
+
+    They go to ``target[at + row * stride + 2 * i]`` and to the cell after it.
+    """
     if not _flat(source, target):
         return None
 
     def build(context, builder, kinds, args):
-        source, even, odd, target, at, count = args
+        source, even, odd, pitch, target, at, stride, rows, count = args
         load, _ = _cells(context, builder, source)
         _, store = _cells(context, builder, target)
 
-        def body(i, lanes):
+        def body(row, i, lanes):
             by_turns = [lane for pair in zip(range(lanes), range(lanes, 2 * lanes), strict=True) for lane in pair]
             mask = ir.Constant(ir.VectorType(ir.IntType(32), 2 * lanes), by_turns)
-            pairs = builder.shuffle_vector(load(builder.add(even, i), lanes), load(builder.add(odd, i), lanes), mask)
-            pairs = narrow_value(context, builder, kinds[3], pairs)
-            store(pairs, builder.add(at, builder.shl(i, _word(1))))
+            first, second = (load(_in_row(builder, place, row, pitch, i), lanes) for place in (even, odd))
+            pairs = narrow_value(context, builder, kinds[4], builder.shuffle_vector(first, second, mask))
+            store(pairs, _in_row(builder, at, row, stride, builder.shl(i, _word(1))))
 
-        _by_lanes(builder, count, body)
+        _block(builder, rows, count, body)
 
     whole = types.int64
-    return types.void(source, whole, whole, target, whole, whole), _outlined(build)
+    return types.void(source, whole, whole, whole, target, whole, whole, whole, whole), _outlined(build)
 
 
 @intrinsic

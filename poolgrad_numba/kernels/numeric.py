@@ -240,7 +240,7 @@ def narrow(typingctx, x, out):
 
 
 def accumulator(out, scratch):
-    """Where to add up the cells of ``out``: ``out`` itself, or for 16-bit results as much of ``scratch``."""
+    """Where to add up the cells of ``out``: ``out`` itself, or for 16-bit results ``scratch``."""
     raise NotImplementedError("compiled code only")
 
 
@@ -248,7 +248,7 @@ def accumulator(out, scratch):
 def _accumulator(out, scratch):
     if out.dtype == scratch.dtype:
         return lambda out, scratch: out
-    return lambda out, scratch: scratch[: out.size]
+    return lambda out, scratch: scratch
 
 
 def finish(cells, out):

@@ -45,7 +45,9 @@ def _numbers(problem: Problem, *, spread: bool) -> NDArray[np.int64]:
     """What the kernels know: the three axes, how to divide, the brick, and whether to spread."""
     window = _window(problem)
     divide = (window.count_include_pad, window.divisor_override or 0)
-    return np.array([*(number for axis in axes(problem) for number in axis), *divide, *brick(problem), spread], np.int64)
+    return np.array(
+        [*(number for axis in axes(problem) for number in axis), *divide, *brick(problem), spread], np.int64
+    )
 
 
 def _launch(kernel: Kernel, plan: Plan, operands: Operands, scratch: list[NDArray[Any]], *, spread: bool) -> int:
@@ -94,17 +96,19 @@ class _ShiftedSums(Candidate):
     spread: ClassVar[bool]
 
     def pieces(self, problem: Problem) -> int:
-        """Depths of all bricks."""
-        return problem.planes * _bricks(problem) * problem.input_size[0]
+        """Depths of all bricks, and to spread, of all groups of phases."""
+        (_, _, phases_h), (_, _, phases_w) = _spans(problem)[1:]
+        groups = phases_h * -(-phases_w // kernels.PHASES) if self.spread else 1
+        return problem.planes * _bricks(problem) * groups * problem.input_size[0]
 
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
         """For each worker a ring, two slabs to spread, sums, and where their runs start."""
-        (above, _, phases_h), (before, _, phases_w) = _spans(problem)[1:]
+        (above, _, _), (before, _, phases) = _spans(problem)[1:]
         rows, columns = brick(problem)
         pitch, wide = before + columns, problem.accumulator
         slab = (above + rows) * pitch + MOST_LANES
         taps = (_slots(problem), above + 1, before + 1)
-        ring = phases_h * phases_w * (rows * pitch + MOST_LANES) if self.spread else slab
+        ring = min(phases, kernels.PHASES) * (rows * pitch + MOST_LANES) if self.spread else slab
         return (
             Block((workers * _slots(problem) * ring,), wide),
             Block((workers * 2 * slab if self.spread else 0,), wide),
@@ -127,7 +131,7 @@ class Gather(_ShiftedSums):
 
     def judge(self, problem: Problem) -> Verdict:
         """Refuse where runs are short: long strides, small planes."""
-        return _cheaper(problem, gather_cycles(problem), "gathering", row_cycles(problem), "row by row")
+        return _cheaper(problem, gather_cycles(problem), "by gathering", row_cycles(problem), "row by row")
 
 
 class Spread(_ShiftedSums):
@@ -140,10 +144,10 @@ class Spread(_ShiftedSums):
 
     def judge(self, problem: Problem) -> Verdict:
         """Refuse where gathering is faster, or runs are short."""
-        gather = gather_cycles(problem)
-        if gather > row_cycles(problem):
-            return _cheaper(problem, gather, "gathering", row_cycles(problem), "row by row")
-        return _cheaper(problem, spread_cycles(problem), "spreading", gather, "gathering")
+        spread, gather, rows = spread_cycles(problem), gather_cycles(problem), row_cycles(problem)
+        if gather <= rows:
+            return _cheaper(problem, spread, "by spreading", gather, "by gathering")
+        return _cheaper(problem, spread, "by spreading", rows, "row by row")
 
 
 class AddRows(Candidate):
@@ -172,28 +176,54 @@ class AddRows(Candidate):
 
 
 # -- costs -------------------------------------------------------------------------------------------------------
+# Cycles of one plane, estimated from medians of one AVX2 core; only how they compare matters. On planes of 16 x 56 x 56
+# the estimates are within a quarter of what was measured for windows of 1 to 125 cells and strides of 1 to 3.
+
+_PART: Final = 500  # for each phase of a brick: to find its runs, to start its loops
+_VECTOR: Final = 20  # for each vector of 8 cells: to divide, to store
+_TAP: Final = 1.45  # for each vector and term that is added to it from L1 or L2
+_PASS: Final = 22  # for each vector that is spread: to write and read it twice more
+_ROW: Final = 300  # for each row of cells, and each row of outputs that reaches it
+_OUTPUT: Final = 40  # for each output of such a row
 
 
 def _cheaper(problem: Problem, ours: float, how: str, other: float, instead: str) -> Verdict:
-    estimate = f"an estimated {ours / problem.cells:.1f} cycles a cell by {how}, {other / problem.cells:.1f} by {instead}"
-    return Verdict(ours <= other, estimate.replace("by row by row", "row by row"))
+    cells = problem.cells
+    return Verdict(ours <= other, f"an estimated {ours / cells:.1f} cycles a cell {how}, {other / cells:.1f} {instead}")
+
+
+def _vectors(problem: Problem) -> tuple[float, float]:
+    """(phases of all bricks and depths, vectors that are summed for them), of one plane."""
+    (_, _, phases_h), (before, _, phases_w) = _spans(problem)[1:]
+    rows, columns = brick(problem)
+    parts = _bricks(problem) * problem.input_size[0] * phases_h * phases_w
+    lanes = MOST_LANES * problem.accumulator.itemsize // 4
+    return parts, parts * -(-(rows * (before + columns)) // lanes) * 8
 
 
 def gather_cycles(problem: Problem) -> float:
     """Estimate what the gather of a plane takes."""
-    return 1.0
+    parts, vectors = _vectors(problem)
+    taps = math.prod(min(kernel / stride, outputs) for outputs, _, kernel, stride, _ in axes(problem))
+    return parts * _PART + vectors * (_VECTOR + _TAP * taps)
 
 
 def spread_cycles(problem: Problem) -> float:
-    """Estimate what the spread of a plane takes."""
-    return 0.0
+    """Estimate what the spread of a plane takes: later axes are summed before the earlier ones have grown."""
+    parts, vectors = _vectors(problem)
+    phases_h, phases_w = (phases for _, _, phases in _spans(problem)[1:])
+    again = vectors / (phases_h * phases_w) * (phases_h * -(-phases_w // kernels.PHASES) - 1)  # terms, for each group
+    taps = [min(kernel / stride, outputs) for outputs, _, kernel, stride, _ in axes(problem)]
+    depth, height = (min(outputs / cells, 1) for outputs, cells, *_ in axes(problem)[:2])
+    additions = taps[2] * depth * height + taps[1] * depth + taps[0]
+    return parts * _PART + vectors * (_VECTOR + _PASS + _TAP * additions) + again * _VECTOR / 2
 
 
 def row_cycles(problem: Problem) -> float:
-    """Estimate what adding output by output takes: 20 cycles an output and row, and its cells in vectors of 8."""
+    """Estimate what adding output by output takes."""
     depth, height, width = axes(problem)
-    reach = math.prod(-(-kernel // stride) for _, _, kernel, stride, _ in (depth, height))
-    return depth[1] * height[1] * reach * width[0] * (20 + width[2] / 8)
+    reach = math.prod(min(-(-kernel // stride), outputs) for outputs, _, kernel, stride, _ in (depth, height))
+    return depth[1] * height[1] * reach * (_ROW + width[0] * (_OUTPUT + width[2] / 8))
 
 
 DETERMINISTIC: Final = (Gather(), AddRows())

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from poolgrad_numba.kernels import indexed as kernels
-from poolgrad_numba.kernels.streams import STAGE
+from poolgrad_numba.kernels.streams import LINE, STAGE
 from poolgrad_numba.launch import launch
 from poolgrad_numba.operands import Block, Operands, carrier
-from poolgrad_numba.ops.splits import LARGEST_SCRATCH, LEAST_STREAMED, judge_planes
-from poolgrad_numba.plan import Candidate, Plan, Verdict
+from poolgrad_numba.plan import Candidate, Plan, Verdict, useful_workers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,7 +27,15 @@ _LARGEST_SEGMENT: Final = 16_384
 # An atomic addition costs some 5 ns. At one output for 256 cells tiles were 1.4 times as fast, at one for 4096 atomic
 # additions were 1.2 times as fast: they read the indices once.
 _SPARSE: Final = 1_024
-_LARGEST_STREAMED: Final = 65_536  # cells: two planes of float32 sums are 512 KiB, the L2 of many a core
+# Cells of a plane. 196 took 2.4 times as long as in place, 1600 as long, 3249 half as long; two planes of 65,536
+# float32 sums are 512 KiB, the L2 of many a core.
+_SMALLEST_STREAMED: Final = 2_048
+_LARGEST_STREAMED: Final = 65_536
+_LARGEST_SCRATCH: Final = 262_144  # cells: 1 MiB of float32 a worker, beyond which a plane of sums leaves L2
+# Bytes of a result from which on it is streamed past the caches. A smaller one may still be there for whoever reads it
+# next, which is worth as much as streaming saves.
+_LEAST_STREAMED: Final = 8 << 20
+_BUSY: Final = 0.75
 
 
 def _in_place(problem: Problem) -> bool:
@@ -47,6 +54,20 @@ def segment_outputs(outputs: int) -> int:
     return min(max(-(-outputs // 4096), _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
 
 
+def _judge_planes(problem: Problem) -> Verdict:
+    """Judge a split by whole planes: refuse where it leaves threads idle."""
+    planes, threads = problem.planes, problem.num_threads
+    if threads == 1:
+        return Verdict(True, "one thread needs no finer split")
+    if useful_workers(problem) == 1:
+        return Verdict(True, "the whole is too small to be worth a finer split")
+    rounds = -(-planes // threads)
+    busy = planes / (rounds * threads)
+    if busy < _BUSY:
+        return Verdict(False, f"{planes} in all, whole planes keep {threads} threads only {busy:.0%} busy")
+    return Verdict(True, f"{planes} planes keep {threads} threads {busy:.0%} busy")
+
+
 class PlaneScatter(Candidate):
     """Whole planes."""
 
@@ -56,10 +77,10 @@ class PlaneScatter(Candidate):
 
     def judge(self, problem: Problem) -> Verdict:
         """Refuse where planes are too few for the threads, or too large for scratch in cache."""
-        if not _in_place(problem) and problem.cells > LARGEST_SCRATCH:
+        if not _in_place(problem) and problem.cells > _LARGEST_SCRATCH:
             # As fast as tiles on one 4096 x 4096 float16 plane, but with 64 MiB of scratch in place of 0.6.
             return Verdict(False, f"a worker would need {problem.cells} cells of float32 scratch, a tile needs fewer")
-        return judge_planes(problem)
+        return _judge_planes(problem)
 
     def pieces(self, problem: Problem) -> int:
         """Planes."""
@@ -84,11 +105,13 @@ class PlaneStream(Candidate):
     def judge(self, problem: Problem) -> Verdict:
         """Refuse where the result stays in cache, or planes are too large or too few for the threads."""
         size = problem.planes * problem.cells * problem.dtype.itemsize
-        if size < LEAST_STREAMED:
+        if size < _LEAST_STREAMED:
             return Verdict(False, f"a result of {size} bytes stays in cache for whoever reads it next")
+        if problem.cells < _SMALLEST_STREAMED:
+            return Verdict(False, f"planes of {problem.cells} cells are done before the turns pay")
         if problem.cells > _LARGEST_STREAMED:
             return Verdict(False, f"two planes of {problem.cells} sums would leave L2")
-        return judge_planes(problem)
+        return _judge_planes(problem)
 
     def pieces(self, problem: Problem) -> int:
         """Planes."""
@@ -97,7 +120,9 @@ class PlaneStream(Candidate):
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
         """Two planes of sums for each worker, and for 16-bit results room to round some."""
         stage = 0 if _in_place(problem) else STAGE
-        return Block((workers, 2, problem.cells + 16), problem.accumulator), Block((workers, stage), carrier(problem.dtype))
+        return Block((workers, 2, problem.cells + LINE // problem.accumulator.itemsize), problem.accumulator), Block(
+            (workers, stage), carrier(problem.dtype)
+        )
 
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
         """Check, add and stream in one kernel."""
