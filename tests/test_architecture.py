@@ -26,7 +26,7 @@ ARROWS = {
     "problem": {"config", "errors", "geometry", "values"},
     "operands": {"errors", "problem", "values"},
     "plan": {"errors", "operands", "problem", "values"},
-    "ops": {"kernels", "launch", "operands", "plan", "problem"},
+    "ops": {"geometry", "kernels", "launch", "operands", "plan", "problem"},
     "aclnn": {"config", "errors", "operands", "plan", "process", "values"},
     "__init__": {"config", "errors", "ops", "plan"},
     "bench": {"__init__", "geometry", "kernels", "launch", "process"},

@@ -59,6 +59,7 @@ def scratch(plan):
         "atomic_scatter": planes * cells * width if narrow else 0,
         "tile_reduce": 2 * 8 * planes * -(-outputs // max(128, min(-(-outputs // 4096), 16_384))),
         "plane_stream": 2 * plan.workers * cells * width,
+        "sweep": 2 * 8 * planes * -(-outputs // max(128, min(-(-outputs // 4096), 16_384))),
         "gather": 0,  # bricks of a bounded size, whatever the plane's
         "spread": 0,
         "add_rows": 0,
@@ -154,7 +155,13 @@ def test_planes_at_the_limit_are_accepted_by_the_accelerators_face(name, dtype, 
 # -- runs --------------------------------------------------------------------------------------------------------
 
 
-INDEXED = [(True, "plane_stream"), (True, "plane_scatter"), (True, "tile_reduce"), (False, "atomic_scatter")]
+INDEXED = [
+    (True, "plane_stream"),
+    (True, "sweep"),
+    (True, "plane_scatter"),
+    (True, "tile_reduce"),
+    (False, "atomic_scatter"),
+]
 GATHERS = [(True, "gather", 1), (True, "gather", 2), (True, "add_rows", 2)]
 SPREADS = [(False, "spread", 1), (False, "spread", 2)]
 

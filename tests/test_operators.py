@@ -366,6 +366,53 @@ def test_averages_cross_the_bounds_of_bricks(monkeypatch, case, sums):
             assert reference.within_bound(got, case.operator, grad, case.input_shape, **case.parameters)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("kind", ["forward", "one_jumps_back", "wild", "backward"])
+def test_a_window_sweeps_over_large_planes(monkeypatch, kind, dtype):
+    """Planes of many steps in bands; where an index jumps back, tiles come in, for the same bits."""
+    from poolgrad_numba.ops.indexed import Sweep, TileReduce
+
+    rng = np.random.default_rng(len(kind))
+    case = cases.Case("", cases.ADAPTIVE2D, (1, 2, 250, 260), output_size=(125, 130))
+    corner = np.add.outer(2 * 260 * np.arange(125), 2 * np.arange(130))
+    indices = corner + rng.choice([0, 1, 260, 261], case.output_shape)
+    if kind == "one_jumps_back":
+        indices[0, 1, -1, -1] = 7
+    elif kind == "wild":
+        indices = case.wild_indices()
+    elif kind == "backward":
+        indices = indices[..., ::-1, ::-1]
+    grad = case.rough_gradient(dtype)
+    fallbacks = []
+    run = TileReduce.run
+    monkeypatch.setattr(TileReduce, "run", lambda *args: fallbacks.append(1) or run(*args))
+    for threads in (1, 2, 5):
+        plan = plan_for(case, dtype, algorithm="sweep", num_threads=threads)
+        bands = Sweep().pieces(plan.problem) // 2
+        assert bands == (1 if threads < 3 else threads)
+        assert same_bits(plan.run(grad, indices), expected(case, grad, indices))
+        assert bool(fallbacks) == (kind != "forward")
+        wrong = indices.copy()
+        wrong[0, 1, 60, 60] = 250 * 260
+        with pytest.raises(pg.PoolGradIndexError, match=r"got 65000 at position \(0, 1, 60, 60\)"):
+            plan.run(grad, wrong)
+
+
+@pytest.mark.parametrize("offset", [0, 2, 6, 14])
+def test_streams_write_their_cells_and_no_others(offset):
+    """Wherever the result begins within a cache line."""
+    case = cases.Case("", cases.ADAPTIVE2D, (1, 5, 13, 11), output_size=(6, 5))
+    for dtype in cases.DTYPES:
+        grad, indices = case.rough_gradient(dtype), case.indices()
+        for name in ("plane_stream", "sweep"):
+            room = np.full(5 * 13 * 11 + 64, 77, dtype)
+            start = (-room.ctypes.data % 64 + offset * 4) // dtype.itemsize
+            out = room[start : start + 5 * 13 * 11].reshape(case.input_shape)
+            plan_for(case, dtype, algorithm=name, num_threads=2).run(grad, indices, out=out)
+            assert same_bits(out, expected(case, grad, indices))
+            assert (np.delete(room, np.s_[start : start + out.size]) == np.array(77, dtype)).all()
+
+
 def test_scratch_of_averages_is_bounded():
     for deterministic in (False, True):
         for threads in (1, 8):

@@ -11,6 +11,7 @@ from poolgrad_numba.kernels._jit import Kernel, helper, share
 from poolgrad_numba.kernels.numeric import accumulator, atomic_add, finish, narrow, widen
 from poolgrad_numba.kernels.streams import LINE, cells_to_line, fence, stream_out
 
+STEP = 8192  # cells that a window takes in at a time
 PART = 128  # outputs of a plane that are added between two pieces of the plane before, on its way out
 
 
@@ -82,6 +83,115 @@ def plane_stream(worker, workers, grad, index, out, scratch, stage):
                 stream_out(done[start:stop], target[start:stop], stage[worker])
                 done[start:stop] = 0
                 start = stop
+    fence()
+    return bad
+
+
+@helper
+def first_from(index, cell):
+    """Find the first output that points to ``cell`` or beyond, by halving: right where indices ascend."""
+    low, high = 0, index.size
+    while low < high:
+        middle = (low + high) // 2
+        if index[middle] < cell:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@helper
+def advance(acc, out, stage, reach, index, window, end):
+    """Move the window over a plane's cells on, until it holds ``index``; give the window.
+
+    A window is (cell at acc[0], first cell not yet streamed out, cell up to which acc is in use). Cells that lie more
+    than ``reach`` before ``index`` are done; no cell beyond ``end`` is taken in.
+    """
+    base, done, top = window
+    line = LINE // out.itemsize
+    while top <= index:
+        keep = max(done, min(index - reach, top))
+        part = out[done:keep]
+        whole = (part.size - cells_to_line(part)) // line * line + cells_to_line(part)
+        if whole > 0:  # up to where a line ends, lest a line go out in two halves
+            stream_out(acc[done - base : done - base + whole], out[done : done + whole], stage)
+            done += whole
+        if top - base + STEP > acc.size:
+            for i in range(top - done):
+                acc[i] = acc[done - base + i]
+            base = done
+        step = min(STEP, end - top)
+        acc[top - base : top - base + step] = 0
+        top += step
+    return base, done, top
+
+
+@helper
+def sweep_band(grad, index, out, acc, stage, reach, band, bands):
+    """Fill one band of a plane's cells; give how many outputs lie outside the plane, or -1 for indices that jump back.
+
+    An output belongs to the band at whose beginning the outputs from it on may first point into it, and it is looked at
+    there: it must point into that band, or into the one before where that looks at it, too.
+    """
+    cells, outputs = out.size, index.size
+    before = max(band - 1, 0) * cells // bands
+    start, end = share(band, bands, cells)
+    first = first_from(index, start - reach) if band > 0 else 0
+    mine = first_from(index, end - reach) if band + 1 < bands else outputs
+    earlier = first_from(index, start + reach) if band > 0 else 0
+    last = first_from(index, end + reach) if band + 1 < bands else outputs
+    if band > 1 and first_from(index, before - reach) > first:
+        return -1
+    base, done, top = start, start, start
+    bad = 0
+    o = first
+    while o < max(last, mine):
+        acc_from, live = done - base, np.uint64(top - done)
+        g, ix, sums = grad[o : max(last, mine)], index[o : max(last, mine)], acc[acc_from:]
+        n = g.size
+        for i in range(n):
+            cell = np.uint64(ix[i]) - np.uint64(done)
+            if cell >= live:
+                n = i
+                break
+            sums[cell] += widen(g[i])
+        o += n
+        if o >= max(last, mine):
+            break
+        i = np.int64(index[o])
+        if done <= i < end:
+            base, done, top = advance(acc, out, stage, reach, i, (base, done, top), end)
+            continue
+        if i < 0 or i >= cells:
+            bad += o < mine
+        elif start <= i < done or (o < mine and (i >= end or i < before or o >= earlier)):
+            return -1
+        o += 1
+    while True:  # what is in the window, and then zeros
+        stream_out(acc[done - base : top - base], out[done:top], stage)
+        if top == end:
+            return bad
+        base, done = top, top
+        top = min(top + STEP, end)
+        acc[: top - base] = 0
+
+
+@Kernel
+def sweep(worker, workers, grad, index, out, scratch, stage, reach, bands, failed):
+    """Each worker owns bands of planes' cells, over which a window moves, as the outputs point further on.
+
+    In each cell outputs are added in ascending order. Indices ascend but for ``reach`` where a forward made them; where
+    they do not, ``failed`` is set, and ``out`` is not filled. scratch: (workers, window). stage: as for `plane_stream`.
+    """
+    bad = 0
+    first, last = share(worker, workers, out.shape[0] * bands)
+    for item in range(first, last):
+        p, band = item // bands, item % bands
+        found = sweep_band(grad[p], index[p], out[p], scratch[worker], stage[worker], reach, band, bands)
+        if found < 0:
+            failed[worker] = 1
+            break
+        bad += found
     fence()
     return bad
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from poolgrad_numba.geometry import effective_kernel
 from poolgrad_numba.kernels import indexed as kernels
 from poolgrad_numba.kernels.streams import LINE, STAGE
 from poolgrad_numba.launch import launch
@@ -31,6 +32,7 @@ _SPARSE: Final = 1_024
 # float32 sums are 512 KiB, the L2 of many a core.
 _SMALLEST_STREAMED: Final = 2_048
 _LARGEST_STREAMED: Final = 65_536
+_LARGEST_WINDOW: Final = 131_072  # cells: 512 KiB of float32, an L2
 _LARGEST_SCRATCH: Final = 262_144  # cells: 1 MiB of float32 a worker, beyond which a plane of sums leaves L2
 # Bytes of a result from which on it is streamed past the caches. A smaller one may still be there for whoever reads it
 # next, which is worth as much as streaming saves.
@@ -66,6 +68,16 @@ def _judge_planes(problem: Problem) -> Verdict:
     if busy < _BUSY:
         return Verdict(False, f"{planes} in all, whole planes keep {threads} threads only {busy:.0%} busy")
     return Verdict(True, f"{planes} planes keep {threads} threads {busy:.0%} busy")
+
+
+def _judge_streaming(problem: Problem) -> Verdict:
+    """Judge whether to go past the caches: refuse where the result would stay there, or planes are small."""
+    size = problem.planes * problem.cells * problem.dtype.itemsize
+    if size < _LEAST_STREAMED:
+        return Verdict(False, f"a result of {size} bytes stays in cache for whoever reads it next")
+    if problem.cells < _SMALLEST_STREAMED:
+        return Verdict(False, f"planes of {problem.cells} cells are done before streaming pays")
+    return Verdict(True, f"a result of {size} bytes would leave the cache anyway")
 
 
 class PlaneScatter(Candidate):
@@ -104,14 +116,10 @@ class PlaneStream(Candidate):
 
     def judge(self, problem: Problem) -> Verdict:
         """Refuse where the result stays in cache, or planes are too large or too few for the threads."""
-        size = problem.planes * problem.cells * problem.dtype.itemsize
-        if size < _LEAST_STREAMED:
-            return Verdict(False, f"a result of {size} bytes stays in cache for whoever reads it next")
-        if problem.cells < _SMALLEST_STREAMED:
-            return Verdict(False, f"planes of {problem.cells} cells are done before the turns pay")
         if problem.cells > _LARGEST_STREAMED:
             return Verdict(False, f"two planes of {problem.cells} sums would leave L2")
-        return _judge_planes(problem)
+        streaming = _judge_streaming(problem)
+        return _judge_planes(problem) if streaming.takes else streaming
 
     def pieces(self, problem: Problem) -> int:
         """Planes."""
@@ -172,6 +180,69 @@ class TileReduce(Candidate):
         return launch(kernels.tile_reduce, plan.workers, *operands, segment, tile, low, high, room)
 
 
+class Sweep(Candidate):
+    """Bands of planes, past the caches."""
+
+    name = "sweep"
+    how = (
+        "each worker owns bands of cells, adds the outputs that reach them in ascending order in a window that moves "
+        "on, and streams the sums out; tile_reduce runs instead if indices jump back further than a forward's"
+    )
+    canonical = True
+    _instead = TileReduce()
+
+    def judge(self, problem: Problem) -> Verdict:
+        """Refuse where the result stays in cache, or the window would not."""
+        window = _reach(problem) + 2 * kernels.STEP
+        if window > _LARGEST_WINDOW:
+            return Verdict(False, f"a window of {window} sums would leave L2")
+        streaming = _judge_streaming(problem)
+        if not streaming.takes:
+            return streaming
+        return Verdict(True, f"a window of {window} sums goes over planes of {problem.cells} cells")
+
+    def pieces(self, problem: Problem) -> int:
+        """Bands of all planes."""
+        return problem.planes * _bands(problem)
+
+    def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
+        """A window, room to round, and whether it failed, for each worker; and what runs then."""
+        window = min(_reach(problem) + 2 * kernels.STEP + LINE, problem.cells + kernels.STEP)
+        return (
+            Block((workers, window), problem.accumulator),
+            Block((workers, 0 if _in_place(problem) else STAGE), carrier(problem.dtype)),
+            Block((workers,), np.dtype(np.int64)),
+            *self._instead.scratch(problem, workers),
+        )
+
+    def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
+        """Check, add and stream in one kernel."""
+        problem, (window, stage, failed) = plan.problem, scratch[:3]
+        failed[:] = 0
+        arguments = (window, stage, _reach(problem), _bands(problem), failed)
+        bad = launch(kernels.sweep, plan.workers, *operands, *arguments)
+        return self._instead.run(plan, operands, scratch[3:]) if failed.any() else bad
+
+
+def _reach(problem: Problem) -> int:
+    """How far before an output's cell a later output's may lie, if a forward made the indices."""
+    D, H, W = problem.input_size
+    OD, OH, _ = problem.output_size
+    if problem.window is None:
+        depth, height, width = (-(-n // max(o, 1)) + 1 for n, o in zip((D, H, W), problem.output_size, strict=True))
+    else:
+        window = problem.window
+        sizes = [effective_kernel(k, d) for k, d in zip(window.kernel_size, window.dilation, strict=True)]
+        depth, height, width = (1,) * (3 - len(sizes)) + tuple(sizes)
+    rows = H if OD > 1 else min(height, H)
+    return (min(depth, D) - 1) * H * W + (rows * W if OD * OH > 1 else (rows - 1) * W + min(width, W))
+
+
+def _bands(problem: Problem) -> int:
+    """Into how many bands each plane is cut."""
+    return 1 if _judge_planes(problem).takes else problem.num_threads
+
+
 class AtomicScatter(Candidate):
     """Outputs, wherever they point."""
 
@@ -212,5 +283,5 @@ class AtomicScatter(Candidate):
         return bad
 
 
-DETERMINISTIC: Final = (PlaneStream(), PlaneScatter(), TileReduce())
+DETERMINISTIC: Final = (PlaneStream(), Sweep(), PlaneScatter(), TileReduce())
 FAST: Final = (*DETERMINISTIC[:-1], AtomicScatter(), DETERMINISTIC[-1])
