@@ -215,12 +215,12 @@ class Plan:
         if not arrays.out.size:
             return
         rooms = operands.carve(buffer, self.blocks + operands.packing(arrays))
-        packed = operands.pack(arrays, rooms[len(self.blocks) :])
+        packed = operands.pack(arrays, rooms[len(self.blocks) :], self.problem.num_threads)
         bad = self._candidate.run(self, operands.as_planes(packed, self.problem), rooms[: len(self.blocks)])
         if bad and packed.indices is not None:
             raise operands.index_error(self.problem, packed.indices)
         if packed.out is not arrays.out:
-            np.copyto(arrays.out, packed.out)
+            operands.copy(arrays.out, packed.out, self.problem.num_threads)
 
     def explain(self) -> str:
         """Describe in plain words what runs, why it won, and why each other candidate was refused."""

@@ -24,7 +24,7 @@ ARROWS = {
     "kernels": set(),
     "launch": {"errors", "kernels", "process", "threads"},
     "problem": {"config", "errors", "geometry", "values"},
-    "operands": {"errors", "problem", "values"},
+    "operands": {"errors", "kernels", "launch", "problem", "values"},
     "plan": {"errors", "operands", "problem", "values"},
     "ops": {"geometry", "kernels", "launch", "operands", "plan", "problem"},
     "aclnn": {"config", "errors", "operands", "plan", "process", "values"},

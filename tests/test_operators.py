@@ -398,6 +398,33 @@ def test_a_window_sweeps_over_large_planes(monkeypatch, kind, dtype):
             plan.run(grad, wrong)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 70, 65, 3), (3, 1, 2, 130, 2), (5, 67, 66), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_turned_operands_are_packed_by_threads(monkeypatch, shape, dtype):
+    """Channels last, or any block of axes behind another; other strides go through NumPy."""
+    from poolgrad_numba import operands
+
+    monkeypatch.setattr(operands, "_GRAIN", 1)
+    launched = []
+    monkeypatch.setattr(operands, "launch", lambda *args: launched.append(1) or launch(*args))
+    plain = np.arange(np.prod(shape)).astype(dtype).reshape(shape)
+    for axis in range(1, len(shape)):
+        turned = np.moveaxis(np.empty(np.moveaxis(plain, axis, -1).shape, dtype), -1, axis)
+        for threads in (1, 3):
+            operands.copy(turned, plain, threads)
+            assert same_bits(turned, plain)
+            back = np.zeros(shape, dtype)
+            operands.copy(back, turned, threads)
+            assert same_bits(back, plain)
+    assert launched
+    launched.clear()
+    reverse, back = plain[..., ::-1], np.zeros(shape, dtype)
+    if not reverse.flags.c_contiguous:
+        operands.copy(back, reverse, 2)
+        assert same_bits(back, reverse)
+        assert not launched
+
+
 @pytest.mark.parametrize("offset", [0, 2, 6, 14])
 def test_streams_write_their_cells_and_no_others(offset):
     """Wherever the result begins within a cache line."""

@@ -9,7 +9,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from poolgrad_numba.kernels.numeric import machine, narrow
+from poolgrad_numba.kernels.lanes import round_block
+from poolgrad_numba.kernels.numeric import machine
 
 LINE = 64  # bytes
 STAGE = 512  # 16-bit cells that are rounded at a time, on their way out
@@ -106,9 +107,7 @@ def _stream_out(cells, out, stage):
     def by_stages(cells, out, stage):
         for start in range(0, out.size, stage.size):
             target, source = out[start : start + stage.size], cells[start : start + stage.size]
-            rounded = stage[: target.size]
-            for i in range(target.size):
-                rounded[i] = narrow(source[i], target)
-            stream(rounded, target)
+            round_block(source, 0, 0, stage, 0, 0, 1, 1, target.size)
+            stream(stage[: target.size], target)
 
     return by_stages
