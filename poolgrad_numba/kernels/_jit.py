@@ -94,6 +94,7 @@ class Kernel:
     def __init__(self, body):
         self.name = body.__name__
         self._body = body
+        self._run = None  # compiled once for both flavours
         KERNELS.append(self)
         self._flavours = {}
 
@@ -111,13 +112,12 @@ class Kernel:
         # On first use, not while importing: two dozen dispatchers and their caches take 25 ms.
         with _making:
             if parallel not in self._flavours:
-                self._flavours[parallel] = _dispatcher(self._body, parallel)
+                self._run = self._run or helper(self._body)
+                self._flavours[parallel] = _dispatcher(self._body, self._run, parallel)
             return self._flavours[parallel]
 
 
-def _dispatcher(body, parallel):
-    run = helper(body)
-
+def _dispatcher(body, run, parallel):
     def drive_serially(workers, *arrays):
         total = 0
         for worker in range(workers):

@@ -8,6 +8,7 @@ are outside the plane, and writes nothing for them.
 import numpy as np
 
 from poolgrad_numba.kernels._jit import Kernel, helper, share
+from poolgrad_numba.kernels.lanes import widened
 from poolgrad_numba.kernels.numeric import accumulator, atomic_add, finish, narrow, widen
 from poolgrad_numba.kernels.streams import LINE, cells_to_line, fence, stream_out
 
@@ -55,12 +56,13 @@ def line_up(target, room):
 
 
 @Kernel
-def plane_stream(worker, workers, grad, index, out, scratch, stage):
+def plane_stream(worker, workers, grad, index, out, scratch, terms, stage):
     """Each plane is owned by one worker, which adds its outputs in ascending order in cache, and streams it out.
 
     By turns: some outputs of one plane are added, then as large a part of the plane before is streamed out and zeroed,
     so that reading, adding and writing overlap; 0.9 of the time of one after the other.
-    scratch: (workers, 2, cells and a line more). stage: (workers, `STAGE`) for 16-bit values, else (workers, 0).
+    scratch: (workers, 2, cells and a line more). For 16-bit values, else (workers, 0): terms (workers, `PART`), for as
+    many outputs widened by vectors, and stage (workers, `STAGE`).
     """
     outputs, cells = grad.shape[1], out.shape[1]
     parts = max((outputs + PART - 1) // PART, 1)
@@ -77,7 +79,8 @@ def plane_stream(worker, workers, grad, index, out, scratch, stage):
         for part in range(parts):
             if p < last:
                 a, z = part * PART, min((part + 1) * PART, outputs)
-                bad += add_outputs(grad[p, a:z], index[p, a:z], acc[:cells])
+                values = widened(grad[p, a:z], terms[worker])[: z - a]
+                bad += add_outputs(values, index[p, a:z], acc[:cells])
             if p > first:
                 stop = min(stop + piece, cells) if part + 1 < parts else cells
                 stream_out(done[start:stop], target[start:stop], stage[worker])

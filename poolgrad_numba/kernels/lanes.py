@@ -8,7 +8,7 @@ here checks a place.
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from poolgrad_numba.kernels.numeric import narrow_value, widen_value
 
@@ -153,6 +153,44 @@ def zero_run(typingctx, target, at, count):
 
 
 @intrinsic
+def widen_run(typingctx, source, target):
+    """target[i] = source[i], in the accumulation type, for all of the source."""
+    if not _flat(source, target):
+        return None
+
+    def build(context, builder, kinds, args):
+        source, target, count = args
+        load, _ = _cells(context, builder, source)
+        _, store = _cells(context, builder, target)
+        _by_lanes(builder, count, lambda i, lanes: store(widen_value(context, builder, kinds[0], load(i, lanes)), i))
+
+    def generate(context, builder, signature, args):
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        whole = (*signature.args, types.int64)
+        size = builder.extract_value(array.shape, 0)
+        return _outlined(build)(context, builder, types.void(*whole), (*args, size))
+
+    return types.void(source, target), generate
+
+
+def widened(values, room):
+    """Give stored values in the accumulation type: as they are, or in as much of ``room`` as they need."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(widened, jit_options={"_nrt": False})
+def _widened(values, room):
+    if values.dtype == room.dtype:
+        return lambda values, room: values
+
+    def fill(values, room):
+        widen_run(values, room)
+        return room
+
+    return fill
+
+
+@intrinsic
 def divide_block(typingctx, source, place, stride, divisor, target, at, pitch, rows, count):
     """target[at + row * pitch + i] = source[place + row * stride + i] / divisor, in the target's type."""
     if not _flat(source, target):
@@ -251,3 +289,31 @@ def add_run(typingctx, target, at, number, divisor, count):
 
     whole = types.int64
     return types.void(target, whole, number, whole, whole), _outlined(build)
+
+
+TURNED = 8  # rows and columns of `turn_tile`
+
+
+@intrinsic
+def turn_tile(typingctx, source, place, stride, target, at, pitch):
+    """target[at + c * pitch + r] = source[place + r * stride + c], for r and c in range(`TURNED`)."""
+    if not _flat(source, target) or source.dtype != target.dtype:
+        return None
+
+    def build(context, builder, kinds, args):
+        source, place, stride, target, at, pitch = args
+        load, _ = _cells(context, builder, source)
+        _, store = _cells(context, builder, target)
+        rows = [load(_in_row(builder, place, _word(r), stride, _word(0)), TURNED) for r in range(TURNED)]
+        half = TURNED // 2
+        halves = [
+            ir.Constant(ir.VectorType(ir.IntType(32), TURNED), [i + j for i in range(k, k + half) for j in (0, TURNED)])
+            for k in (0, half)
+        ]
+        for _ in range(3):  # each time rows i and i + 4 go by turns; after three times columns are rows
+            rows = [builder.shuffle_vector(rows[i], rows[i + half], mask) for i in range(half) for mask in halves]
+        for c, row in enumerate(rows):
+            store(row, _in_row(builder, at, _word(c), pitch, _word(0)))
+
+    whole = types.int64
+    return types.void(source, whole, whole, target, whole, whole), _outlined(build)

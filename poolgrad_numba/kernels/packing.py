@@ -4,22 +4,30 @@ Arrays are flat, of unsigned integers as wide as the cells that they carry.
 """
 
 from poolgrad_numba.kernels._jit import Kernel, share
+from poolgrad_numba.kernels.lanes import TURNED, turn_tile
 
-TILE = 64
+STRIP = 64  # rows: of 4-byte cells, four cache lines of each column of the target
 
 
 @Kernel
 def transpose(worker, workers, source, target, rows, columns):
-    """target[b, c, r] = source[b, r, c]; each worker owns a run of strips of `TILE` rows, of all blocks."""
-    strips = (rows + TILE - 1) // TILE
+    """target[b, c, r] = source[b, r, c]; each worker owns a run of strips of `STRIP` rows, of all blocks.
+
+    In tiles, of which the last overlap those before; what is too narrow for them goes cell by cell.
+    """
+    strips = (rows + STRIP - 1) // STRIP
     first, last = share(worker, workers, source.size // (rows * columns) * strips)
     for strip in range(first, last):
-        block, r0 = strip // strips * rows * columns, strip % strips * TILE
-        height = min(TILE, rows - r0)
-        for c0 in range(0, columns, TILE):
-            for c in range(c0, min(c0 + TILE, columns)):
-                start = block + c * rows + r0
-                line, cells = target[start : start + height], source[block + r0 * columns + c :: columns]
-                for r in range(height):
-                    line[r] = cells[r]
+        block, top = strip // strips * rows * columns, strip % strips * STRIP
+        height = min(STRIP, rows - top)
+        if height < TURNED or columns < TURNED:
+            for c in range(columns):
+                for r in range(top, top + height):
+                    target[block + c * rows + r] = source[block + r * columns + c]
+            continue
+        for c in range(0, columns, TURNED):
+            left = min(c, columns - TURNED)
+            for r in range(0, height, TURNED):
+                row = top + min(r, height - TURNED)
+                turn_tile(source, block + row * columns + left, columns, target, block + left * rows + row, rows)
     return 0

@@ -126,10 +126,12 @@ class PlaneStream(Candidate):
         return problem.planes
 
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
-        """Two planes of sums for each worker, and for 16-bit results room to round some."""
-        stage = 0 if _in_place(problem) else STAGE
-        return Block((workers, 2, problem.cells + LINE // problem.accumulator.itemsize), problem.accumulator), Block(
-            (workers, stage), carrier(problem.dtype)
+        """Two planes of sums for each worker, and for 16-bit values room to widen and to round some."""
+        part, stage = (0, 0) if _in_place(problem) else (kernels.PART, STAGE)
+        return (
+            Block((workers, 2, problem.cells + LINE // problem.accumulator.itemsize), problem.accumulator),
+            Block((workers, part), problem.accumulator),
+            Block((workers, stage), carrier(problem.dtype)),
         )
 
     def run(self, plan: Plan, operands: Operands, scratch: list[NDArray[Any]]) -> int:
