@@ -80,7 +80,7 @@ def edit(source, old, new):
 
 
 # In the helper that plane_scatter calls in another file.
-DOUBLE = ("    return lambda x: x\n", "    return lambda x: x + x\n")
+DOUBLE = ("    return x\n\n\ndef narrow_value", "    return builder.fadd(x, x)\n\n\ndef narrow_value")
 
 
 @pytest.fixture(scope="module")
@@ -302,5 +302,5 @@ def test_a_junk_setting_of_numbas_cache_leaves_kernels_uncached(monkeypatch, jun
     def body(worker, workers):
         return worker
 
-    dispatcher = _jit._dispatcher(body, parallel=False)
+    dispatcher = _jit._dispatcher(body, _jit.helper(body), parallel=False)
     assert dispatcher.stats.cache_path is None

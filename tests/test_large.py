@@ -85,7 +85,8 @@ def test_plans_of_huge_totals(operator, total, deterministic):
         assert 1 <= plan.workers <= 8
         assert plan.workers == min(8, planes) or not algorithm.startswith("plane")
         least = scratch(plan)
-        assert least <= plan.workspace_size < least + 5 * 2**20, algorithm  # room for tiles and rounding
+        most = least + (10 if algorithm == "sweep" else 5) * 2**20  # room for tiles, windows and rounding
+        assert least <= plan.workspace_size < most, algorithm
 
 
 @pytest.mark.parametrize("operator", sorted(pg.OPS))

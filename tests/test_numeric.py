@@ -68,7 +68,7 @@ def test_the_integer_form_is_what_the_hardware_gives():
     @njit
     def both(patterns, hardware, integer):
         for i in range(patterns.size):
-            hardware[i] = numeric._half_to_float(patterns[i])
+            hardware[i] = numeric.widen(patterns[i])
             integer[i] = numeric._half_to_float_integer(patterns[i])
 
     patterns = np.arange(65536, dtype=np.uint16)

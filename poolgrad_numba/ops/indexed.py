@@ -209,7 +209,7 @@ class Sweep(Candidate):
 
     def scratch(self, problem: Problem, workers: int) -> tuple[Block, ...]:
         """A window, room to round, and whether it failed, for each worker; and what runs then."""
-        window = min(_reach(problem) + 2 * kernels.STEP + LINE, problem.cells + kernels.STEP)
+        window = min(_kept(problem) + 2 * kernels.STEP + LINE, problem.cells + kernels.STEP)
         return (
             Block((workers, window), problem.accumulator),
             Block((workers, 0 if _in_place(problem) else STAGE), carrier(problem.dtype)),
@@ -221,7 +221,7 @@ class Sweep(Candidate):
         """Check, add and stream in one kernel."""
         problem, (window, stage, failed) = plan.problem, scratch[:3]
         failed[:] = 0
-        arguments = (window, stage, _reach(problem), _bands(problem), failed)
+        arguments = (window, stage, _kept(problem), _bands(problem), failed)
         bad = launch(kernels.sweep, plan.workers, *operands, *arguments)
         return self._instead.run(plan, operands, scratch[3:]) if failed.any() else bad
 
@@ -240,9 +240,15 @@ def _reach(problem: Problem) -> int:
     return (min(depth, D) - 1) * H * W + (rows * W if OD * OH > 1 else (rows - 1) * W + min(width, W))
 
 
+def _kept(problem: Problem) -> int:
+    """How much of that a window keeps: where it is less, more indices will be found to jump back."""
+    return min(_reach(problem), _LARGEST_WINDOW - 2 * kernels.STEP - LINE)
+
+
 def _bands(problem: Problem) -> int:
     """Into how many bands each plane is cut."""
-    return 1 if _judge_planes(problem).takes else problem.num_threads
+    planes, threads = problem.planes, problem.num_threads
+    return 1 if planes % threads == 0 or planes >= 4 * threads else threads
 
 
 class AtomicScatter(Candidate):
