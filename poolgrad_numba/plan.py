@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -338,7 +339,7 @@ def apply(
     return plan.run(arrays["grad_output"], arrays.get("indices"), out=out)
 
 
-_recent: dict[Any, Plan] = {}
+_recent: OrderedDict[Any, Plan] = OrderedDict()  # whose oldest entry goes in one step: threads share it
 _MOST_RECENT: Final = 1024
 
 
@@ -357,9 +358,9 @@ def plan_call(
     if plan is None:
         plan = _plan(describe(*asked), None)
         if key is not None:
-            if len(_recent) >= _MOST_RECENT:
-                _recent.clear()
             _recent[key] = plan
+            if len(_recent) > _MOST_RECENT:
+                _recent.popitem(last=False)
     return plan
 
 

@@ -35,13 +35,13 @@ import numpy as np
 import cases
 import poolgrad_numba as pg
 import reference
-from poolgrad_numba import aclnn
+from poolgrad_numba import aclnn, operands
 from poolgrad_numba.aclnn.executor import _planned
 from poolgrad_numba.kernels._jit import KERNELS
-from poolgrad_numba.plan import _plan
+from poolgrad_numba.plan import _plan, _recent
 from support import algorithms, same_bits
 
-EXACT = ("threads", "files", "children", "signatures", "plans", "phases")  # as after the warm-up, always
+EXACT = ("threads", "files", "children", "signatures", "plans", "recent", "phases")  # as after the warm-up, always
 # How far the median of the last quarter may lie above that of the second. In ten runs it did by at most 372, 140 and
 # 1344; 100 kB/s kept for a minute are some 3000 KiB.
 LIMITS = {"rss_kib": 2048, "malloc_kib": 768, "blocks": 4000}
@@ -172,16 +172,16 @@ def run(job, rng):
     out = disguised(np.full(job.input_shape, 7, job.grad.dtype), rng) if rng.random() < 0.5 else None
     if out is not None and not out.flags.writeable:
         out = None
-    operands = (grad, job.input_shape) if job.indices is None else (grad, job.input_shape, indices)
+    arrays = (grad, job.input_shape) if job.indices is None else (grad, job.input_shape, indices)
     function = getattr(pg, job.operator)
     way = rng.randrange(4)
     if way == 0:
-        got = function(*operands, **job.parameters, **mode, out=out)
+        got = function(*arrays, **job.parameters, **mode, out=out)
     elif way == 1:
         with pg.config_context(**mode) as config:
             check(config == pg.get_config(), f"{config} inside a block, then {pg.get_config()}")
             check(config.deterministic == deterministic, f"{config} for {mode}")
-            got = function(*operands, **job.parameters, out=out)
+            got = function(*arrays, **job.parameters, out=out)
     else:
         names = algorithms(job.operator, deterministic=deterministic)
         plan = job.plan(**mode, algorithm=rng.choice(names) if way == 2 else None)
@@ -462,6 +462,7 @@ def sample(steady, threads=None):
         "children": children,
         "signatures": sum(len(flavour.overloads) for flavour in flavours),
         "plans": _plan.cache_info().currsize,
+        "recent": len(_recent),
         "phases": _planned.cache_info().currsize,
         "rss_kib": int(rss.split()[1]),
         "malloc_kib": (used.used + used.mapped) // 1024 if used is not None else 0,
@@ -491,8 +492,14 @@ def warm_up(jobs, rng):
                 one, several = (job.plan(deterministic=deterministic, num_threads=n, algorithm=name) for n in (1, 8))
             one.run(job.grad, job.indices)
             several.run(job.grad, job.indices)
-    while min(cache.cache_info().currsize for cache in (_plan, _planned)) < _plan.cache_info().maxsize:
-        first_phase(unseen(rng), rng)
+    for dtype, threads in itertools.product(cases.DTYPES, (1, 8)):
+        turned = np.zeros((8, 16_384), dtype).T
+        operands.copy(np.empty(turned.shape, dtype), turned, threads)
+    full = _plan.cache_info().maxsize
+    while min(_plan.cache_info().currsize, _planned.cache_info().currsize, len(_recent)) < full:
+        job = unseen(rng)
+        first_phase(job, rng)
+        run(job, rng)
     for action in (interrupted, settings, pool, *[crowd] * 5, *[alone] * 300):
         action(jobs, rng)
     forked(jobs[0], rng)

@@ -624,6 +624,22 @@ def thresholds():
         cases.ADAPTIVE2D,
         [((1, p, 150, 150), {"output_size": 20}) for p in (1, 4, 5, 6)],
     )
+    yield "in cache / streamed", cases.ADAPTIVE2D, [((1, p, 256, 256), {"output_size": 9}) for p in (31, 32, 33, 64)]
+    yield (
+        "small planes / streamed planes",
+        cases.ADAPTIVE2D,
+        [((1, 2100, *size), {"output_size": 3}) for size in ((23, 89), (32, 64))],
+    )
+    yield (
+        "planes in cache / a window that sweeps",
+        cases.ADAPTIVE2D,
+        [((1, 33, 256, w), {"output_size": 16}) for w in (256, 257)],
+    )
+    yield (
+        "window in cache / not",
+        cases.ADAPTIVE2D,
+        [((1, 1, 1000, 5000), {"output_size": (n, 4)}) for n in (40, 48, 60, 80)],
+    )
     yield (
         "small / worth splitting",
         cases.ADAPTIVE2D,
@@ -642,6 +658,11 @@ def thresholds():
         [((1, 1, 1, 3, n), {"kernel_size": (1, 2, 3), "stride": 1}) for n in (4095, 4096, 4097, 8193)],
     )
     yield "runs / taps", cases.AVG3D, [((2, 2, 3, 4, n), {"kernel_size": (1, 1, 5), "stride": 1}) for n in (8, 9, 10)]
+    yield (
+        "runs / rows",
+        cases.AVG3D,
+        [((1, 2, 6, 24, 25), {"kernel_size": k, "stride": s}) for s in (4, 5, 6) for k in (1, 3)],
+    )
     for size in ((1, 2, 9, 9, 9), (1, 1, 16, 32, 40)):
         yield f"gather / spread {size}", cases.AVG3D, [(size, {"kernel_size": k, "stride": 1}) for k in (1, 2, 3)]
 

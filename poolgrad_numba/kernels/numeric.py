@@ -163,14 +163,18 @@ def _float_to_half_integer(x):
 
 
 def _each_lane(context, builder, function, signature, x):
-    """Call a compiled function on a number, or on each lane of a vector."""
+    """Call a compiled function that raises nothing on a number, or on each lane of a vector."""
+    compiled = context.compile_subroutine(builder, function, signature).fndesc
+
+    def call(number):  # its status is left alone: where the caller's would be kept, an outlined function has none
+        return context.call_internal_no_propagate(builder, compiled, signature, [number])[1]
+
     if not isinstance(x.type, ir.VectorType):
-        return context.compile_internal(builder, function, signature, [x])
+        return call(x)
     result = ir.Constant(ir.VectorType(context.get_value_type(signature.return_type), x.type.count), ir.Undefined)
     for lane in range(x.type.count):
         place = ir.Constant(ir.IntType(32), lane)
-        number = context.compile_internal(builder, function, signature, [builder.extract_element(x, place)])
-        result = builder.insert_element(result, number, place)
+        result = builder.insert_element(result, call(builder.extract_element(x, place)), place)
     return result
 
 
