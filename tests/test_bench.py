@@ -256,7 +256,10 @@ def test_bench(command, tmp_path):
     assert len(table) == len(found["rows"])
     assert [float(row["p50"]) for row in table] == [row["p50"] for row in found["rows"]]
     assert (tmp_path / "picture.out").read_bytes().startswith(b"\x89PNG")
-    assert "| tiny, threads: 2 |" in (tmp_path / "markdown.out").read_text()
+    page = (tmp_path / "markdown.out").read_text()
+    assert page.startswith(found["machine"]["cpu"])
+    assert f"numba {found['machine']['numba']}" in page
+    assert "| tiny, threads: 2 |" in page
     assert command("compare", "json.out", "json.out")[0] == 0
 
 

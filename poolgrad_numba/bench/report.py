@@ -170,10 +170,16 @@ def comparison(changes: Sequence[Change], threshold: float) -> Table:
     return Table(f"Slower by more than {threshold:g}, beside each run's own yardsticks", headers, rows)
 
 
-def markdown(found: Sequence[Table]) -> str:
-    """Write tables for a page of documentation."""
-    lines = []
-    for table in found:
+def markdown(document: Mapping[str, Any]) -> str:
+    """Write the tables for a page of documentation, under a line that tells the machine and the versions."""
+    machine = document["machine"]
+    caches = ", ".join(f"{name} {size}" for name, size in machine["caches"].items())
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in ("poolgrad_numba", "numba", "numpy", "torch", "jax") if name in machine
+    )
+    processor = f"{machine['cpu']} ({machine['cpu_llvm_name']}), {machine['cores']} cores, {caches}"
+    lines = [f"{processor}; {versions}; {document['date'][:10]}.", ""]
+    for table in tables(document):
         rule = "|".join(["---", *["---:"] * (len(table.headers) - 1)])
         lines += [f"### {table.title}", "", _line(table.headers), f"|{rule}|", *map(_line, table.rows), ""]
     return "\n".join(lines)

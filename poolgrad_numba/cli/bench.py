@@ -69,7 +69,7 @@ def _write(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     if arguments.csv is not None:
         _write_text(arguments.csv, report.csv_text(document["rows"]))
     if arguments.markdown is not None:
-        _write_text(arguments.markdown, report.markdown(report.tables(document)))
+        _write_text(arguments.markdown, report.markdown(document))
     if arguments.picture is not None:
         figure = report.picture(document)
         write_safely(arguments.picture, lambda file: figure.savefig(file, format="png", dpi=120))
