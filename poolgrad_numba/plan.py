@@ -358,9 +358,9 @@ def plan_call(
     if plan is None:
         plan = _plan(describe(*asked), None)
         if key is not None:
-            _recent[key] = plan
-            if len(_recent) > _MOST_RECENT:
+            while len(_recent) >= _MOST_RECENT:  # an interrupt may have left one too many
                 _recent.popitem(last=False)
+            _recent[key] = plan
     return plan
 
 
