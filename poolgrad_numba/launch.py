@@ -27,13 +27,13 @@ def launch(kernel: Kernel, workers: int, *arrays: Any) -> int:
         raise PoolGradError("NUMBA_DISABLE_JIT is set, and kernels run compiled only")
     threads = min(workers, numba_threads.most())  # a plan may come from a larger machine, or from before a fork
     if threads == 1 or not numba_threads.start():
-        return int(kernel.serial(workers, *arrays))
+        return int(kernel(workers, 1, *arrays))
     if numba.threading_layer() != "workqueue":
-        return numba_threads.call(kernel.parallel, workers, threads, *arrays)
+        return numba_threads.call(kernel, workers, threads, *arrays)
     if not _started_by_python():
-        return int(kernel.serial(workers, *arrays))
+        return int(kernel(workers, 1, *arrays))
     with _workqueue_lock.held:
-        return int(kernel.parallel(workers, threads, *arrays))
+        return int(kernel(workers, threads, *arrays))
 
 
 def _started_by_python() -> bool:

@@ -455,12 +455,11 @@ def sample(steady, threads=None):
     except ChildProcessError:
         children = 0
     rss = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    flavours = [flavour for kernel in KERNELS for flavour in kernel._flavours.values()]
     return {
         "threads": count("task"),
         "files": count("fd"),
         "children": children,
-        "signatures": sum(len(flavour.overloads) for flavour in flavours),
+        "signatures": sum(len(kernel.dispatcher.overloads) for kernel in KERNELS),
         "plans": _plan.cache_info().currsize,
         "recent": len(_recent),
         "phases": _planned.cache_info().currsize,

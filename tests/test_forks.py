@@ -26,7 +26,7 @@ HAVE_THREADS = {
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_t34_children_of_every_kind_give_the_same_bytes(layer):
-    """Those that were forked after the threads were up run the serial form, without a word."""
+    """Those that were forked after the threads were up run on one thread, without a word."""
     out = python("import children; children.main()", timeout=300,
                  NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=str(MOST))  # fmt: skip
     found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))  # TBB may print a line, too

@@ -19,7 +19,7 @@ IMPORTS = """
 import json, os, warnings
 import numpy as np
 import poolgrad_numba as pg
-from poolgrad_numba.kernels import indexed
+from poolgrad_numba.kernels import _jit, indexed
 """
 RUN = """
 with warnings.catch_warnings(record=True) as caught:
@@ -35,15 +35,17 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for code in os.environ["CODES"]:
         result = np.ones(5, code)
-        indexed.fill_zero.serial(1, result)
+        indexed.fill_zero(1, 1, result)
         assert not result.any(), code
 result = result.real
 """
 TELL = """
-used = [d for k in (indexed.plane_scatter, indexed.fill_zero) for d in k._flavours.values()]
+used = [kernel.dispatcher.stats for kernel in (indexed.plane_scatter, indexed.fill_zero)]
+loops = [loop.dispatcher.stats for loop in (_jit._in_turn, _jit._on_threads) if loop.dispatcher]
 print(json.dumps({
-    "hits": sum(sum(d.stats.cache_hits.values()) for d in used),
-    "misses": sum(sum(d.stats.cache_misses.values()) for d in used),
+    "hits": sum(sum(stats.cache_hits.values()) for stats in used),
+    "misses": sum(sum(stats.cache_misses.values()) for stats in used),
+    "loops": [sum(sum(stats.cache_hits.values()) for stats in loops), len(loops)],
     "result": result.ravel().tolist(),
     "warnings": [str(w.message) for w in caught],
     "file": pg.__file__,
@@ -85,9 +87,10 @@ DOUBLE = ("    return x\n\n\ndef narrow_value", "    return builder.fadd(x, x)\n
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
-    """A cache that holds both flavours of one kernel."""
+    """A cache that holds one kernel and both loops."""
     folder = tmp_path_factory.mktemp("warm")
-    assert outcome(run(folder, THREADS="1 2")) == (0, 2)
+    found = run(folder, THREADS="1 2")
+    assert (*outcome(found), found["loops"]) == (0, 1, [0, 2])
     return folder
 
 
@@ -100,10 +103,11 @@ def cache(warm, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [[], ["-O"], ["-OO", "-I"]], ids=str)
-def test_both_flavours_are_found_again(warm, flags):
+def test_a_kernel_and_both_loops_are_found_again(warm, flags):
     """Whatever Python leaves out: assertions, docstrings, the environment."""
     path = f"import sys\nsys.path.insert(0, {str(Path(pg.__file__).parent.parent)!r})\n"  # -I ignores PYTHONPATH
-    assert outcome(run(warm, before=path, flags=flags, THREADS="1 2")) == (2, 0)
+    found = run(warm, before=path, flags=flags, THREADS="1 2")
+    assert (*outcome(found), found["loops"]) == (1, 0, [2, 2])
 
 
 def test_targets_that_share_a_cache_find_their_own_code(cache):
@@ -229,7 +233,9 @@ def test_damaged_files_cost_a_warning_not_a_call(tmp_path):
     codes = "bBhHiIqQfdFD"
     cold = run(tmp_path, body=FILL, CODES=codes)
     assert (cold["hits"], cold["misses"], cold["warnings"]) == (0, len(codes), [])
-    files = sorted(tmp_path.rglob("*.nbc"), key=lambda file: file.stat().st_mtime_ns)  # in the order of the codes
+    files = sorted(
+        tmp_path.rglob("*fill_zero*.nbc"), key=lambda file: file.stat().st_mtime_ns
+    )  # in the order of the codes
     assert len(files) == len(codes) == len(DAMAGE) + 3
     *damaged, first, second, last = files
     for file, damage in zip(damaged, DAMAGE.values(), strict=True):
@@ -258,7 +264,7 @@ def test_a_full_disk_costs_a_warning_not_a_call(tmp_path):
     full += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
     found = run(tmp_path, before=full, body=FILL, CODES="fd")
     assert found["misses"] == 2
-    assert len(found["warnings"]) == 1, "one a flavour of a kernel"
+    assert len(found["warnings"]) == 2, "one of a kernel, one of a loop"
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
@@ -290,7 +296,7 @@ def test_a_file_that_may_not_be_read_costs_a_warning_not_a_call(cache):
     for file in cache.rglob("*.nbc"):
         file.chmod(0o000)
     found = run(cache, before=POWERLESS)
-    assert (found["result"], found["misses"], len(found["warnings"])) == (RIGHT, 1, 1)
+    assert (found["result"], found["misses"], len(found["warnings"])) == (RIGHT, 1, 2)
     assert outcome(run(cache, before=POWERLESS)) == (1, 0)  # written anew, it may
 
 
@@ -299,8 +305,4 @@ def test_a_file_that_may_not_be_read_costs_a_warning_not_a_call(cache):
 def test_a_junk_setting_of_numbas_cache_leaves_kernels_uncached(monkeypatch, junk):
     monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", junk)
 
-    def body(worker, workers):
-        return worker
-
-    dispatcher = _jit._dispatcher(body, _jit.helper(body), parallel=False)
-    assert dispatcher.stats.cache_path is None
+    assert _jit._cached(lambda: 0).stats.cache_path is None

@@ -2,7 +2,6 @@
 
 import ctypes.util
 import sys
-from types import SimpleNamespace
 
 import numba
 import numpy as np
@@ -17,28 +16,25 @@ CASE = next(case for case in cases.SMALL_CASES if case.name == "adaptive2d_one_p
 
 
 def fake(calls):
-    return SimpleNamespace(
-        serial=lambda *arguments: calls.append(("serial", *arguments)) or 5,
-        parallel=lambda *arguments: calls.append(("parallel", *arguments)) or 5,
-    )
+    return lambda *arguments: calls.append(arguments) or 5
 
 
 def test_one_worker_starts_no_threads():
     calls = []
     assert door.launch(fake(calls), 1, "array") == 5
-    assert calls == [("serial", 1, "array")]
+    assert calls == [(1, 1, "array")]
 
 
 def test_workers_run_on_as_many_threads():
     calls = []
     assert door.launch(fake(calls), 3, "array") == 5
-    assert calls == [("parallel", 3, 3, "array")]
+    assert calls == [(3, 3, "array")]
 
 
 def test_a_plan_from_a_larger_machine_runs():
     calls = []
     door.launch(fake(calls), 1000)
-    assert calls == [("parallel", 1000, numba.config.NUMBA_NUM_THREADS)]
+    assert calls == [(1000, numba.config.NUMBA_NUM_THREADS)]
 
 
 def test_asking_for_the_configuration_or_a_plan_starts_no_thread():
@@ -174,7 +170,7 @@ assert {digest for found in nested for digest in found} == set(region)
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_calls_from_inside_numbas_own_parallel_loop(layer):
-    """workqueue aborts the process when loops nest, so that a call runs the serial form there."""
+    """workqueue aborts the process when loops nest, so that a call runs on one thread there."""
     python("""
 import numba, numpy as np, children
 want = children.digest()
@@ -259,7 +255,8 @@ end = time.monotonic() + 8
 while time.monotonic() < end:
     if rng.random() < 0.3:  # forget what was compiled, in memory alone
         for kernel in _jit.KERNELS:
-            kernel._flavours.clear()
+            kernel._dispatcher = None
+        _jit._in_turn._found = _jit._on_threads._found = None
     try:
         signal.setitimer(signal.ITIMER_REAL, 10 ** rng.uniform(-4.5, -0.5))
         while True:

@@ -725,12 +725,12 @@ for name in ("torch", "jax", "dask", "rich", "matplotlib", "nibabel", "tensorflo
 for module in (averaged, indexed):
     for value in vars(module).values():
         if isinstance(value, Kernel):
-            assert not value.serial.signatures and not value.parallel.signatures
+            assert not value.dispatcher.signatures
 """, OPENBLAS_NUM_THREADS="1")  # fmt: skip
 
 
 @pytest.mark.trap("T38")
-def test_t38_one_compilation_per_dtype_pair_and_form():
+def test_t38_one_compilation_per_dtype_pair():
     python("""
 import numpy as np, poolgrad_numba as pg
 from poolgrad_numba.kernels import averaged, indexed
@@ -750,9 +750,9 @@ for g in grads:
         pg.adaptive_max_pool2d_backward(g, shape, i, out=np.empty(shape[::-1], np.float32).T)
     pg.avg_pool3d_backward(np.stack([g, g], 2), (2, 3, 4, 8, 10), 2)
     pg.avg_pool3d_backward(np.asfortranarray(np.stack([g, g], 2)), (2, 3, 4, 8, 10), 2)
-assert len(indexed.plane_scatter.serial.signatures) == 1, indexed.plane_scatter.serial.signatures
-assert len(averaged.shifted_sums.serial.signatures) == 1
-assert not indexed.tile_reduce.serial.signatures
+assert len(indexed.plane_scatter.dispatcher.signatures) == 1, indexed.plane_scatter.dispatcher.signatures
+assert len(averaged.shifted_sums.dispatcher.signatures) == 1
+assert not indexed.tile_reduce.dispatcher.signatures
 """)  # fmt: skip
 
 

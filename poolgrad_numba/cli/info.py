@@ -109,5 +109,5 @@ def threading_layer() -> str:
 
 def cache_path() -> str | None:
     """Give the directory of the kernel cache; ``None`` where there is none."""
-    path = plane_scatter.serial.stats.cache_path
+    path = plane_scatter.dispatcher.stats.cache_path
     return None if path is None else str(path)

@@ -57,8 +57,7 @@ settings, and the place of the kernel cache.
 
 _WARMUP = """\
 Compile kernels now, so that later processes load them from the cache. Every
-algorithm of the operators that are asked for runs once on tiny input, in its
-serial and in its parallel form.
+algorithm of the operators that are asked for runs once on tiny input.
 
 Needs the extra packages: pip install 'poolgrad_numba[demo]'
 """

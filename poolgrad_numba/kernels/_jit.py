@@ -80,71 +80,146 @@ def swap_thread_limit(typingctx, threads):
     return types.int64(types.int64), generate
 
 
+@intrinsic
+def _call(typingctx, address, numbers):
+    """Call compiled code at an address with integers."""
+
+    def generate(context, builder, signature, args):
+        word = ir.IntType(64)
+        values = cgutils.unpack_tuple(builder, args[1])
+        function = ir.FunctionType(word, [word] * len(values)).as_pointer()
+        return builder.call(builder.inttoptr(args[0], function), values)
+
+    return types.int64(types.int64, numbers), generate
+
+
+@intrinsic
+def _closure(typingctx, run, arrays):
+    """Addresses of a function ``(worker, workers, block)`` that runs a worker, and of the block that holds its arrays.
+
+    The block lives as long as the caller's frame.
+    """
+    signature = run.get_call_type(typingctx, (types.int64, types.int64, *arrays), {})
+
+    def generate(context, builder, _, args):
+        word = ir.IntType(64)
+        block = cgutils.alloca_once_value(builder, args[1])
+        kind = ir.FunctionType(word, [word, word, block.type])
+        function = ir.Function(builder.module, kind, builder.module.get_unique_name("closure"))
+        function.linkage = "internal"
+        inside = ir.IRBuilder(function.append_basic_block())
+        worker, workers, place = function.args
+        values = [worker, workers, *cgutils.unpack_tuple(inside, inside.load(place))]
+        compiled = run.dispatcher.get_compile_result(signature)
+        context.add_linking_libs([compiled.library])
+        _, total = context.call_internal_no_propagate(inside, compiled.fndesc, signature, values)  # none raises
+        inside.ret(total)
+        addresses = [builder.ptrtoint(pointer, word) for pointer in (function, block)]
+        return context.make_tuple(builder, types.UniTuple(types.int64, 2), addresses)
+
+    return types.UniTuple(types.int64, 2)(run, arrays), generate
+
+
 class Kernel:
-    """A worker function, ``body(worker, workers, *arrays) -> int``, as a kernel of two flavours.
+    """A worker function, ``body(worker, workers, *arrays) -> int``, as a kernel.
 
     Workers must write disjoint cells (or add atomically), and may depend on nothing but their arguments. While a
     worker runs, arithmetic is IEEE's (to nearest, subnormals kept), whatever its thread had set.
-
-    Both flavours run the body for every worker and sum what it returns: ``parallel(workers, threads, *arrays)``
-    spreads the workers over that many of Numba's threads, ``serial(workers, *arrays)`` runs them in turn on the
-    calling thread. The same bits.
     """
 
     def __init__(self, body):
         self.name = body.__name__
         self._body = body
-        self._run = None  # compiled once for both flavours
+        self._dispatcher = None
         KERNELS.append(self)
-        self._flavours = {}
+
+    def __call__(self, workers, threads, *arrays):
+        """Run the body for every worker; returns the sum of what they return.
+
+        The workers are spread over that many of Numba's threads; of one thread, they run in turn on the calling one.
+        The same bits.
+        """
+        loop = _in_turn if threads == 1 else _on_threads
+        return self.dispatcher(loop.address, workers, threads, *arrays)
 
     @property
-    def serial(self):
-        """The dispatcher for the calling thread alone."""
-        return self._flavours.get(False) or self._make(parallel=False)
-
-    @property
-    def parallel(self):
-        """The dispatcher for Numba's threads."""
-        return self._flavours.get(True) or self._make(parallel=True)
-
-    def _make(self, *, parallel):
+    def dispatcher(self):
+        """Numba's dispatcher: one compilation for each signature, however many threads run it."""
         # On first use, not while importing: two dozen dispatchers and their caches take 25 ms.
-        with _making:
-            if parallel not in self._flavours:
-                self._run = self._run or helper(self._body)
-                self._flavours[parallel] = _dispatcher(self._body, self._run, parallel)
-            return self._flavours[parallel]
+        if self._dispatcher is None:
+            with _making:
+                self._dispatcher = self._dispatcher or self._make()
+        return self._dispatcher
+
+    def _make(self):
+        run, body = helper(self._body), self._body
+
+        def drive(loop, workers, threads, *arrays):
+            function, block = _closure(run, arrays)
+            return _call(loop, (function, block, workers, threads))
+
+        drive.__name__, drive.__qualname__, drive.__module__ = body.__name__, body.__qualname__, body.__module__
+        return _cached(drive)
 
 
-def _dispatcher(body, run, parallel):
-    def drive_serially(workers, *arrays):
-        total = 0
-        for worker in range(workers):
-            mode = enter_ieee_mode()
-            total += run(worker, workers, *arrays)
-            leave_ieee_mode(mode)
-        return total
+class _Loop:
+    """A loop over workers, compiled once for all kernels, which call it through its address.
 
-    def drive_threads(workers, threads, *arrays):
-        # Here and not in Python, where an interrupt could come between the loop and the return of the limit.
-        limit = swap_thread_limit(threads)
-        total = 0
-        for worker in prange(workers):
-            mode = enter_ieee_mode()
-            total += run(worker, workers, *arrays)
-            leave_ieee_mode(mode)
-        swap_thread_limit(limit)
-        return total
+    As a part of each kernel, Numba's parallel loop took 4 of the 7 seconds that the largest kernel took to compile.
+    """
 
-    drive = drive_threads if parallel else drive_serially
-    drive.__name__, drive.__qualname__, drive.__module__ = body.__name__, body.__qualname__, body.__module__
-    dispatcher = njit(parallel=parallel, **_OPTIONS)(drive)
+    def __init__(self, *, parallel):
+        self._parallel = parallel
+        self._found = None
+        self.dispatcher = None
+
+    def __call__(self, loop):
+        self._loop = loop
+        return self
+
+    @property
+    def address(self):
+        """Of C's ``(function, block, workers, threads)``, all of them 64 bits wide."""
+        # Loading a parallel loop, too, starts Numba's threads: not before they are wanted.
+        if self._found is None:
+            with _making:
+                self.dispatcher = _cached(self._loop, parallel=self._parallel)
+                self.dispatcher.compile((types.int64,) * 4)
+                (compiled,) = self.dispatcher.overloads.values()
+                self._found = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
+        return self._found
+
+
+@_Loop(parallel=False)
+def _in_turn(function, block, workers, threads):
+    total = 0
+    for worker in range(workers):
+        mode = enter_ieee_mode()
+        total += _call(function, (worker, workers, block))
+        leave_ieee_mode(mode)
+    return total
+
+
+@_Loop(parallel=True)
+def _on_threads(function, block, workers, threads):
+    # Here and not in Python, where an interrupt could come between the loop and the return of the limit.
+    limit = swap_thread_limit(threads)
+    total = 0
+    for worker in prange(workers):
+        mode = enter_ieee_mode()
+        total += _call(function, (worker, workers, block))
+        leave_ieee_mode(mode)
+    swap_thread_limit(limit)
+    return total
+
+
+def _cached(function, *, parallel=False):
+    dispatcher = njit(parallel=parallel, **_OPTIONS)(function)
     # Nowhere to write (a read-only install without a home) or a junk setting of Numba's, whose locators raise anything
     # then; or no sources to tell stale code by: compiled anew in each process.
     if _SOURCES:
         with contextlib.suppress(Exception):
-            dispatcher._cache = _KernelCache(drive, parallel)
+            dispatcher._cache = _KernelCache(function)
     return dispatcher
 
 
@@ -202,14 +277,14 @@ class _CacheFile(IndexDataCacheFile):
 
 
 class _KernelCache(FunctionCache):
-    """Numba's disk cache, with a key that sees every kernel source and the flavour, and that never fails a call.
+    """Numba's disk cache, with a key that sees every kernel source, and that never fails a call.
 
     Numba's own key knows only the function's own bytecode: an edited helper in another file would leave stale
-    machine code running, and the two flavours of one function would share an entry.
+    machine code running.
     """
 
-    def __init__(self, py_func, parallel):
-        self._identity = (py_func.__module__, py_func.__qualname__, parallel)
+    def __init__(self, py_func):
+        self._identity = (py_func.__module__, py_func.__qualname__)
         super().__init__(py_func)
         self._cache_file = _CacheFile(self._cache_path, self._impl.filename_base, None)
 
