@@ -19,7 +19,16 @@ kept, in a ring, for as long as cells need them: all in cache.
 """
 
 from poolgrad_numba.kernels._jit import Kernel, helper, share
-from poolgrad_numba.kernels.lanes import MOST_LANES, add_run, divide_block, round_block, round_pairs, sum_runs, zero_run
+from poolgrad_numba.kernels.lanes import (
+    MOST_LANES,
+    add_run,
+    divide_block,
+    list_steps,
+    round_block,
+    round_pairs,
+    sum_runs,
+    zero_run,
+)
 from poolgrad_numba.kernels.numeric import widen
 
 BLOCK = 4096  # cells of a row that are added to at a time, row by row
@@ -120,12 +129,10 @@ def spread_slab(slabs, slab, wide, ring, slot, size, slots, starts, begin, phase
     pitch = lw + columns
     for r in range(count):
         n = taps(rw + r, width)
-        for t in range(n):
-            starts[begin + t] = lw + t + 1 - n
+        list_steps(starts, begin, lw + 1 - n, 1, n)
         sum_runs(slabs, slab, starts, begin, begin + n, slabs, wide, (lh + rows - 1) * pitch + columns)
         n = taps(rh, height)
-        for t in range(n):
-            starts[begin + t] = (lh + t + 1 - n) * pitch
+        list_steps(starts, begin, (lh + 1 - n) * pitch, pitch, n)
         at = slot + r * slots * size
         sum_runs(slabs, wide, starts, begin, begin + n, ring, at, (rows - 1) * pitch + columns)
 
@@ -143,9 +150,9 @@ def list_runs(starts, begin, d, rh, rw, r, size, slots, spread, pitch, geometry)
             continue
         at = od % slots * size + span(height)[0] * pitch + span(width)[0]
         for th in range(taps(rh, height) - 1, -1, -1):
-            for tw in range(taps(rw + r, width) - 1, -1, -1):
-                starts[n] = at - th * pitch - tw
-                n += 1
+            across = taps(rw + r, width)
+            list_steps(starts, n, at - th * pitch + 1 - across, 1, across)
+            n += across
     return n
 
 

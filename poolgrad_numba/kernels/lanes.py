@@ -21,10 +21,12 @@ def _flat(*arrays):
     return all(isinstance(array, types.Array) and array.ndim == 1 and array.layout == "C" for array in arrays)
 
 
-def _outlined(build):
+def _outlined(build, *, small=True):
     """Make what an intrinsic generates one LLVM function a module, which is called: `build` writes its body.
 
     LLVM optimises each level of a kernel anew: inlined at a dozen places, these bodies took 11 s to compile, not 2.
+    Most have their vectors already and are kept ``small``: unrolled and vectorised again they took 1 s more, and ran no
+    faster.
     `build(context, builder, kinds, args)` gets arrays as pointers to their first cells.
     """
 
@@ -41,6 +43,8 @@ def _outlined(build):
             )
             function.linkage = "internal"
             function.attributes.add("noinline")
+            if small:
+                function.attributes.add("optsize")
             inside = ir.IRBuilder(function.append_basic_block("entry"))
             build(context, inside, kinds, function.args)
             inside.ret_void()
@@ -150,6 +154,20 @@ def zero_run(typingctx, target, at, count):
         _by_lanes(builder, count, body)
 
     return types.void(target, types.int64, types.int64), _outlined(build)
+
+
+@intrinsic
+def list_steps(typingctx, target, at, first, step, count):
+    """target[at + i] = first + i * step."""
+
+    def build(context, builder, kinds, args):
+        target, at, first, step, count = args
+        with cgutils.for_range(builder, count) as loop:
+            number = builder.add(first, builder.mul(loop.index, step))
+            builder.store(number, builder.gep(target, [builder.add(at, loop.index)]))
+
+    whole = types.int64
+    return types.void(target, whole, whole, whole, whole), _outlined(build)
 
 
 @intrinsic
@@ -288,7 +306,7 @@ def add_run(typingctx, target, at, number, divisor, count):
             store(builder.fadd(cell, one), place)
 
     whole = types.int64
-    return types.void(target, whole, number, whole, whole), _outlined(build)
+    return types.void(target, whole, number, whole, whole), _outlined(build, small=False)
 
 
 TURNED = 8  # rows and columns of `turn_tile`
