@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from poolgrad_numba import memory
 from poolgrad_numba.errors import PARAM_NULLPTR, PoolGradIndexError, PoolGradTypeError, PoolGradValueError
 from poolgrad_numba.kernels.packing import transpose
 from poolgrad_numba.launch import launch
@@ -156,7 +157,7 @@ def buffer_size(blocks: Sequence[Block]) -> int:
 def open_workspace(workspace: Any, size: int, others: Iterable[NDArray[Any] | None]) -> NDArray[np.uint8]:
     """Check the caller's scratch, or allocate it."""
     if workspace is None:
-        return np.empty(size, np.uint8) if size else _NOTHING
+        return memory.empty((size,), _NOTHING.dtype) if size else _NOTHING
     try:
         view = memoryview(workspace)
         buffer: NDArray[np.uint8] = np.frombuffer(view, np.uint8)

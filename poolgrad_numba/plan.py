@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
-from poolgrad_numba import operands
+from poolgrad_numba import memory, operands
 from poolgrad_numba.errors import PoolGradTypeError, PoolGradValueError
 from poolgrad_numba.operands import Block, Operands
 from poolgrad_numba.problem import Problem, Signature, call_key, describe
@@ -198,7 +198,7 @@ class Plan:
         arrays = (grad, index, target)
         buffer = operands.open_workspace(workspace, self.scratch_for(arrays), arrays)
         if target is None:
-            target = np.empty(self.problem.input_shape, self.problem.dtype)
+            target = memory.empty(self.problem.input_shape, self.problem.dtype)
         self.run_checked(Operands(grad, index, target), buffer)
         return target
 

@@ -17,6 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ARROWS = {
     "errors": set(),
     "geometry": set(),
+    "memory": set(),
     "values": {"errors"},
     "process": set(),
     "threads": {"errors", "process"},
@@ -24,8 +25,8 @@ ARROWS = {
     "kernels": set(),
     "launch": {"errors", "kernels", "process", "threads"},
     "problem": {"config", "errors", "geometry", "values"},
-    "operands": {"errors", "kernels", "launch", "problem", "values"},
-    "plan": {"errors", "operands", "problem", "values"},
+    "operands": {"errors", "kernels", "launch", "memory", "problem", "values"},
+    "plan": {"errors", "memory", "operands", "problem", "values"},
     "ops": {"geometry", "kernels", "launch", "operands", "plan", "problem"},
     "aclnn": {"config", "errors", "operands", "plan", "process", "values"},
     "__init__": {"config", "errors", "ops", "plan"},
@@ -37,6 +38,7 @@ ARROWS = {
 OUTSIDE = {
     "errors": set(),
     "geometry": set(),
+    "memory": {"numpy"},
     "values": {"numpy"},
     "process": set(),
     "threads": {"numba"},
