@@ -250,12 +250,14 @@ want = children.on_a_thread(children.digest)  # signals reach the main thread on
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 from poolgrad_numba.kernels import _jit
 rng = random.Random(0)
-interrupts = 0
+interrupts, kept = 0, []
 end = time.monotonic() + 8
 while time.monotonic() < end:
-    if rng.random() < 0.3:  # forget what was compiled, in memory alone
+    if rng.random() < 0.3:  # forget what was compiled, in memory alone; an interrupt while LLVM frees it breaks LLVM
         for kernel in _jit.KERNELS:
+            kept.append(kernel._dispatcher)
             kernel._dispatcher = None
+        kept += _jit._in_turn.dispatcher, _jit._on_threads.dispatcher
         _jit._in_turn._found = _jit._on_threads._found = None
     try:
         signal.setitimer(signal.ITIMER_REAL, 10 ** rng.uniform(-4.5, -0.5))

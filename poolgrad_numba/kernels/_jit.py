@@ -3,6 +3,7 @@
 No ``fastmath`` anywhere: both modes need NaN and infinities, one needs the order of additions.
 """
 
+import _thread
 import contextlib
 import hashlib
 import os
@@ -11,6 +12,7 @@ import pkgutil
 import sys
 import threading
 import warnings
+from functools import partial
 from importlib.util import find_spec
 
 import numba
@@ -51,6 +53,43 @@ def _release_locks():
 # waits for the compilation instead.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_hold_locks, after_in_parent=_release_locks, after_in_child=_release_locks)
+
+
+def _undisturbed(function, *arguments):
+    """Call a function that compiles or loads code where no interrupt reaches it; one that comes is raised afterwards.
+
+    Raised in the midst, it leaves llvmlite's lock taken for ever or Numba's registries half read. Interrupts come to
+    the main thread alone, so another one is used.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        return function(*arguments)
+    result = error = interrupt = None
+
+    def run():
+        nonlocal result, error
+        try:
+            result = function(*arguments)
+        except BaseException as raised:  # noqa: BLE001
+            error = raised
+        finally:
+            running.release()
+
+    running = threading.Lock()
+    running.acquire()
+    try:
+        # Not threading.Thread, whose start an interrupt can break: its locks are taken in Python.
+        _thread.start_new_thread(run, ())
+    except RuntimeError:  # no more threads here, or the interpreter shuts down
+        return function(*arguments)
+    while True:
+        try:
+            running.acquire()
+            break
+        except BaseException as raised:  # noqa: BLE001
+            interrupt = raised
+    if interrupt or error:
+        raise interrupt or error
+    return result
 
 
 @helper
@@ -147,8 +186,7 @@ class Kernel:
         """Numba's dispatcher: one compilation for each signature, however many threads run it."""
         # On first use, not while importing: two dozen dispatchers and their caches take 25 ms.
         if self._dispatcher is None:
-            with _making:
-                self._dispatcher = self._dispatcher or self._make()
+            _undisturbed(self._make)
         return self._dispatcher
 
     def _make(self):
@@ -159,7 +197,8 @@ class Kernel:
             return _call(loop, (function, block, workers, threads))
 
         drive.__name__, drive.__qualname__, drive.__module__ = body.__name__, body.__qualname__, body.__module__
-        return _cached(drive)
+        with _making:
+            self._dispatcher = self._dispatcher or _cached(drive)
 
 
 class _Loop:
@@ -182,12 +221,16 @@ class _Loop:
         """Of C's ``(function, block, workers, threads)``, all of them 64 bits wide."""
         # Loading a parallel loop, too, starts Numba's threads: not before they are wanted.
         if self._found is None:
-            with _making:
+            _undisturbed(self._load)
+        return self._found
+
+    def _load(self):
+        with _making:
+            if self._found is None:
                 self.dispatcher = _cached(self._loop, parallel=self._parallel)
                 self.dispatcher.compile((types.int64,) * 4)
                 (compiled,) = self.dispatcher.overloads.values()
                 self._found = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
-        return self._found
 
 
 @_Loop(parallel=False)
@@ -215,6 +258,7 @@ def _on_threads(function, block, workers, threads):
 
 def _cached(function, *, parallel=False):
     dispatcher = njit(parallel=parallel, **_OPTIONS)(function)
+    dispatcher.compile = partial(_undisturbed, dispatcher.compile)
     # Nowhere to write (a read-only install without a home) or a junk setting of Numba's, whose locators raise anything
     # then; or no sources to tell stale code by: compiled anew in each process.
     if _SOURCES:
