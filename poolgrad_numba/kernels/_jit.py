@@ -64,14 +64,16 @@ def _undisturbed(function, *arguments):
     if threading.get_ident() != threading.main_thread().ident:
         return function(*arguments)
     result = error = interrupt = None
+    finished = False
 
     def run():
-        nonlocal result, error
+        nonlocal result, error, finished
         try:
             result = function(*arguments)
         except BaseException as raised:  # noqa: BLE001
             error = raised
         finally:
+            finished = True
             running.release()
 
     running = threading.Lock()
@@ -81,10 +83,9 @@ def _undisturbed(function, *arguments):
         _thread.start_new_thread(run, ())
     except RuntimeError:  # no more threads here, or the interpreter shuts down
         return function(*arguments)
-    while True:
+    while not finished:  # an interrupt can come after the lock is taken, and before the next line
         try:
             running.acquire()
-            break
         except BaseException as raised:  # noqa: BLE001
             interrupt = raised
     if interrupt or error:
