@@ -269,3 +269,14 @@ while time.monotonic() < end:
     assert children.digest() == want
 assert interrupts > 5, interrupts
 """, NUMBA_NUM_THREADS="4")  # fmt: skip
+
+
+@pytest.mark.parametrize("lock", ["_jit.global_compiler_lock", "_jit._making"])
+def test_a_call_from_the_midst_of_a_compilation_compiles(lock):
+    """As a signal's handler makes it, on a thread that holds the compiler's lock or ours."""
+    python(f"""
+import children
+from poolgrad_numba.kernels import _jit
+with {lock}:
+    children.digest()
+""")

@@ -59,9 +59,11 @@ def _undisturbed(function, *arguments):
     """Call a function that compiles or loads code where no interrupt reaches it; one that comes is raised afterwards.
 
     Raised in the midst, it leaves llvmlite's lock taken for ever or Numba's registries half read. Interrupts come to
-    the main thread alone, so another one is used.
+    the main thread alone, so another one is used. Not where this one holds what that would wait for: a signal's handler
+    may call from the midst of another compilation.
     """
-    if threading.get_ident() != threading.main_thread().ident:
+    held = _making._is_owned() or global_compiler_lock.is_locked()  # by this thread
+    if held or threading.get_ident() != threading.main_thread().ident:
         return function(*arguments)
     result = error = interrupt = None
     finished = False
