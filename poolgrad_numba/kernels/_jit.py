@@ -65,18 +65,14 @@ def _undisturbed(function, *arguments):
     held = _making._is_owned() or global_compiler_lock.is_locked()  # by this thread
     if held or threading.get_ident() != threading.main_thread().ident:
         return function(*arguments)
-    result = error = interrupt = None
-    finished = False
+    interrupt, outcome = None, []
 
     def run():
-        nonlocal result, error, finished
         try:
-            result = function(*arguments)
-        except BaseException as raised:  # noqa: BLE001
-            error = raised
-        finally:
-            finished = True
-            running.release()
+            outcome.append((function(*arguments), None))
+        except BaseException as error:  # noqa: BLE001
+            outcome.append((None, error))
+        running.release()
 
     running = threading.Lock()
     running.acquire()
@@ -85,11 +81,12 @@ def _undisturbed(function, *arguments):
         _thread.start_new_thread(run, ())
     except RuntimeError:  # no more threads here, or the interpreter shuts down
         return function(*arguments)
-    while not finished:  # an interrupt can come after the lock is taken, and before the next line
+    while not outcome:  # an interrupt can come after the lock is taken, and before the next line
         try:
             running.acquire()
         except BaseException as raised:  # noqa: BLE001
             interrupt = raised
+    result, error = outcome[0]
     if interrupt or error:
         raise interrupt or error
     return result
