@@ -117,10 +117,9 @@ def share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
 
 def index_error(problem: Problem, indices: NDArray[Any]) -> PoolGradIndexError:
     """Find the first bad index in row-major order and say where it is."""
-    flat = indices.reshape(-1)
     step = 1 << 20  # bounds the memory that the search takes
-    for start in range(0, flat.size, step):
-        chunk = flat[start : start + step]
+    for start in range(0, indices.size, step):
+        chunk = indices.flat[start : start + step]
         bad = (chunk < 0) | (chunk >= problem.cells)
         if bad.any():
             first = int(bad.argmax())
@@ -252,19 +251,28 @@ def _turned(array: NDArray[Any]) -> tuple[int, int, NDArray[Any]] | None:
     return None
 
 
-def as_planes(arrays: Operands, problem: Problem) -> Operands:
-    """View packed operands as (planes, outputs or cells).
+def interleaved(arrays: Operands, spatial: int) -> Operands:
+    """View operands, of so many spatial axes each, with their channels last."""
+
+    def turned(array: NDArray[Any]) -> NDArray[Any]:
+        return np.moveaxis(array, -1 - spatial, -1)
+
+    return Operands(turned(arrays.grad), None if arrays.indices is None else turned(arrays.indices), turned(arrays.out))
+
+
+def as_rows(arrays: Operands, rows: int) -> Operands:
+    """View packed operands as kernels take them, (planes, outputs or cells), or the like for images.
 
     Inputs are always read-only: Numba would compile once more for those that the caller made so.
     """
 
-    def planes(array: NDArray[Any], length: int, *, readonly: bool) -> NDArray[Any]:
-        view = array.view(carrier(array.dtype)).reshape(problem.planes, length)
-        view.flags.writeable = not readonly
-        return view
+    def view(array: NDArray[Any], *, readonly: bool) -> NDArray[Any]:
+        flat = array.view(carrier(array.dtype)).reshape(rows, -1)
+        flat.flags.writeable = not readonly
+        return flat
 
     return Operands(
-        planes(arrays.grad, problem.outputs, readonly=True),
-        None if arrays.indices is None else planes(arrays.indices, problem.outputs, readonly=True),
-        planes(arrays.out, problem.cells, readonly=False),
+        view(arrays.grad, readonly=True),
+        None if arrays.indices is None else view(arrays.indices, readonly=True),
+        view(arrays.out, readonly=False),
     )

@@ -17,7 +17,7 @@ from poolgrad_numba.problem import Problem, Signature, call_key, describe
 from poolgrad_numba.values import show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import DTypeLike, NDArray
 
@@ -27,6 +27,9 @@ class Verdict(NamedTuple):
 
     takes: bool
     why: str
+
+
+_Verdicts = tuple[tuple[str, Verdict], ...]  # each candidate's name and verdict, the preferred one's first
 
 
 class Candidate(ABC):
@@ -40,11 +43,14 @@ class Candidate(ABC):
         What it does, in a sentence.
     canonical : bool
         Whether it adds in canonical order; deterministic mode takes no other.
+    interleaved : bool
+        Whether it takes operands channels last, as (images, outputs or cells x channels): it runs where they lie so.
     """
 
     name: ClassVar[str]
     how: ClassVar[str]
     canonical: ClassVar[bool]
+    interleaved: ClassVar[bool] = False
 
     @abstractmethod
     def judge(self, problem: Problem) -> Verdict:
@@ -110,7 +116,7 @@ class Plan:
     workers : int
         Into how many parts the work is split; no more threads run.
     workspace_size : int
-        Bytes of scratch that a run needs beyond C-contiguous inputs and ``out``; may be 0.
+        Bytes of scratch that a run needs beyond operands that need no packing; may be 0.
     output_shape : tuple of int
         Shape of the pooling's output, which ``grad_output`` must have.
     """
@@ -120,15 +126,34 @@ class Plan:
     workers: int
     forced: bool
     blocks: tuple[Block, ...] = field(repr=False)
-    verdicts: tuple[tuple[str, Verdict], ...] = field(repr=False)
+    verdicts: _Verdicts = field(repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @cached_property
-    def _candidate(self) -> Candidate:
+    def candidate(self) -> Candidate:
+        """What `algorithm` names."""
         candidates = OPS[self.problem.signature.name].candidates(deterministic=self.problem.deterministic)
         return next(candidate for candidate in candidates if candidate.name == self.algorithm)
+
+    @cached_property
+    def _interleaved(self) -> Plan | None:
+        """The plan for operands that lie in memory with their channels last, if they are better taken so."""
+        if self.forced or self.candidate.interleaved:
+            return None
+        candidate = next(_able(self.problem, self.verdicts, interleaved=True), None)
+        return None if candidate is None else _make(candidate, self.problem, self.verdicts, forced=False)
+
+    def _taking(self, arrays: Operands) -> tuple[Plan, Operands]:
+        """Give the plan that these arrays are run by, and them as it takes them."""
+        spatial = self.problem.signature.spatial
+        if self.candidate.interleaved:
+            return self, operands.interleaved(arrays, spatial)
+        if self._interleaved is None or operands.is_plain(arrays.out):
+            return self, arrays
+        turned = operands.interleaved(arrays, spatial)
+        return (self, arrays) if operands.packing(turned) else (self._interleaved, turned)
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -137,21 +162,24 @@ class Plan:
 
     @cached_property
     def workspace_size(self) -> int:
-        """Bytes of scratch that a run needs beyond C-contiguous inputs and ``out``."""
+        """Bytes of scratch that a run needs beyond operands that need no packing."""
         return operands.buffer_size(self.blocks)
 
     def workspace_size_for(self, grad_output: Any, indices: Any = None, out: Any = None) -> int:
         """Bytes of scratch for a run with these very arrays.
 
         More than ``workspace_size`` where one of them is not C-contiguous, aligned and in native byte order: it
-        is then packed into the workspace.
+        is then packed into the workspace. Where all have their channels last in memory instead, a candidate may take
+        them so; `explain` tells what it needs.
         """
-        return self.scratch_for(self._read(grad_output, indices, out))
+        grad, index, target = self._read(grad_output, indices, out)
+        return self.scratch_for(Operands(grad, index, self._made() if target is None else target))
 
-    def scratch_for(self, arrays: Sequence[NDArray[Any] | None]) -> int:
-        """Give what `workspace_size_for` gives, for (gradient, indices, result) that were checked already."""
+    def scratch_for(self, arrays: Operands) -> int:
+        """Give what `workspace_size_for` gives, for operands that were checked already."""
+        plan, arrays = self._taking(arrays)
         packing = operands.packing(arrays)
-        return operands.buffer_size(self.blocks + packing) if packing else self.workspace_size
+        return operands.buffer_size(plan.blocks + packing) if packing else plan.workspace_size
 
     def run(
         self,
@@ -195,12 +223,15 @@ class Plan:
         self, grad: NDArray[Any], index: NDArray[Any] | None, target: NDArray[Any] | None, workspace: Any = None
     ) -> NDArray[Any]:
         """Run on arrays that were checked already, all but the workspace; ``target`` is made where it is ``None``."""
-        arrays = (grad, index, target)
-        buffer = operands.open_workspace(workspace, self.scratch_for(arrays), arrays)
         if target is None:
-            target = memory.empty(self.problem.input_shape, self.problem.dtype)
-        self.run_checked(Operands(grad, index, target), buffer)
+            target = self._made()
+        arrays = Operands(grad, index, target)
+        self.run_checked(arrays, operands.open_workspace(workspace, self.scratch_for(arrays), arrays))
         return target
+
+    def _made(self) -> NDArray[Any]:
+        """A new result."""
+        return memory.empty(self.problem.input_shape, self.problem.dtype)
 
     def _read(
         self, grad_output: Any, indices: Any, out: Any
@@ -215,13 +246,16 @@ class Plan:
         """Run on operands that were checked already, with a scratch buffer of `scratch_for` them."""
         if not arrays.out.size:
             return
-        rooms = operands.carve(buffer, self.blocks + operands.packing(arrays))
-        packed = operands.pack(arrays, rooms[len(self.blocks) :], self.problem.num_threads)
-        bad = self._candidate.run(self, operands.as_planes(packed, self.problem), rooms[: len(self.blocks)])
-        if bad and packed.indices is not None:
-            raise operands.index_error(self.problem, packed.indices)
-        if packed.out is not arrays.out:
-            operands.copy(arrays.out, packed.out, self.problem.num_threads)
+        plan, taken = self._taking(arrays)
+        problem, own = plan.problem, len(plan.blocks)
+        rooms = operands.carve(buffer, plan.blocks + operands.packing(taken))
+        packed = operands.pack(taken, rooms[own:], problem.num_threads)
+        rows = problem.planes // (problem.channels if plan.candidate.interleaved else 1)
+        bad = plan.candidate.run(plan, operands.as_rows(packed, rows), rooms[:own])
+        if bad and arrays.indices is not None:
+            raise operands.index_error(problem, arrays.indices)
+        if packed.out is not taken.out:
+            operands.copy(taken.out, packed.out, problem.num_threads)
 
     def explain(self) -> str:
         """Describe in plain words what runs, why it won, and why each other candidate was refused."""
@@ -242,9 +276,15 @@ class Plan:
             lines.append(f"  {name:<{width}}  {mark}: {verdict.why}")
         forced = ", asked for by name" if self.forced else ""
         lines += [
-            f"{self.algorithm}{forced}: {self._candidate.how}",
+            f"{self.algorithm}{forced}: {self.candidate.how}",
             f"  {_count(self.workers, 'worker')}, {_count(self.workspace_size, 'byte')} of workspace",
         ]
+        other = self._interleaved
+        if other:
+            lines += [
+                f"if all operands lie in memory with their channels last, {other.algorithm}: {other.candidate.how}",
+                f"  {_count(other.workers, 'worker')}, {_count(other.workspace_size, 'byte')} of workspace",
+            ]
         return "\n".join(lines)
 
 
@@ -366,20 +406,29 @@ def plan_call(
 
 @lru_cache(maxsize=1024)
 def _plan(problem: Problem, algorithm: str | None) -> Plan:
-    """Take the first candidate that takes the problem, or the one asked for."""
+    """Plan for packed operands with the preferred candidate, or with the one asked for."""
     operator = OPS[problem.signature.name]
     candidates = operator.candidates(deterministic=problem.deterministic)
     verdicts = tuple((candidate.name, candidate.judge(problem)) for candidate in candidates)
     if algorithm is None:
-        chosen = next(c for c, (_, verdict) in zip(candidates, verdicts, strict=True) if verdict.takes)
-        # A small problem is not worth many threads; a candidate that was asked for by name gets all of them.
-        most = useful_workers(problem)
-    else:
-        chosen = _named(operator, algorithm, problem)
-        most = problem.num_threads
-    workers = max(1, min(problem.num_threads, most, chosen.pieces(problem)))
-    blocks = chosen.scratch(problem, workers) if problem.planes else ()
-    return Plan(problem, chosen.name, workers, algorithm is not None, blocks, verdicts)
+        return _make(next(_able(problem, verdicts, interleaved=False)), problem, verdicts, forced=False)
+    return _make(_named(operator, algorithm, problem), problem, verdicts, forced=True)
+
+
+def _able(problem: Problem, verdicts: _Verdicts, *, interleaved: bool) -> Iterator[Candidate]:
+    """Go through the candidates that take the problem, of one kind, the preferred first."""
+    candidates = OPS[problem.signature.name].candidates(deterministic=problem.deterministic)
+    for candidate, (_, verdict) in zip(candidates, verdicts, strict=True):
+        if verdict.takes and candidate.interleaved == interleaved:
+            yield candidate
+
+
+def _make(candidate: Candidate, problem: Problem, verdicts: _Verdicts, *, forced: bool) -> Plan:
+    # A small problem is not worth many threads; a candidate that was asked for by name gets all of them.
+    most = problem.num_threads if forced else useful_workers(problem)
+    workers = max(1, min(problem.num_threads, most, candidate.pieces(problem)))
+    blocks = candidate.scratch(problem, workers) if problem.planes else ()
+    return Plan(problem, candidate.name, workers, forced, blocks, verdicts)
 
 
 def _named(operator: Operator, algorithm: str, problem: Problem) -> Candidate:

@@ -111,6 +111,11 @@ class Problem:
         return math.prod(self.input_shape[: -self.signature.spatial])
 
     @cached_property
+    def channels(self) -> int:
+        """Planes of one image."""
+        return self.input_shape[-1 - self.signature.spatial]
+
+    @cached_property
     def cells(self) -> int:
         """Input cells of one plane."""
         return math.prod(self.input_size)

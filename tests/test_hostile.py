@@ -191,7 +191,7 @@ for deterministic in (True, False):
     for algorithm in algorithms(case.operator, deterministic=deterministic):
         plan = plan_for(case, deterministic=deterministic, algorithm=algorithm, num_threads=2)
         places = [Guarded(legal.size * 4), Guarded(legal.size * 8, right=False), Guarded(cells * 4),
-                  Guarded(plan.workspace_size)]
+                  Guarded(plan.workspace_size_for(legal.astype('f4'), legal))]
         grad = places[0].array(legal.shape, np.float32)
         grad[...] = 1
         indices = places[1].array(legal.shape, np.int64)

@@ -56,6 +56,7 @@ def scratch(plan):
     narrow = problem.dtype != problem.accumulator
     return {
         "plane_scatter": plan.workers * cells * width if narrow else 0,
+        "interleaved_scatter": plan.workers * planes * cells * width if narrow else 0,
         "atomic_scatter": planes * cells * width if narrow else 0,
         "tile_reduce": 2 * 8 * planes * -(-outputs // max(128, min(-(-outputs // 4096), 16_384))),
         "plane_stream": 2 * plan.workers * cells * width,

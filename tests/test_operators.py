@@ -80,7 +80,7 @@ def test_every_candidate_splits_one_plane(operator, deterministic, name):
     """On one plane, candidates that split it use every thread; those that own planes use one."""
     case = next(c for c in cases.SMALL_CASES if c.operator == operator and "one_plane" in c.name)
     plan = plan_for(case, deterministic=deterministic, num_threads=3, algorithm=name)
-    pieces = 1 if name.startswith("plane") else 3
+    pieces = 1 if name.startswith(("plane", "interleaved")) else 3
     grad = case.gradient()
     if name == "tile_reduce":
         pieces = min(3, -(-int(np.prod(case.input_shape[-case.spatial :])) // 4096))

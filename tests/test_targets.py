@@ -60,6 +60,7 @@ SHORT = {
     "tile_reduce": (FLOAT32, BFLOAT16),
     "atomic_scatter": (FLOAT16,),
     "plane_stream": (FLOAT16,),
+    "interleaved_scatter": (FLOAT32, BFLOAT16),
     "sweep": (BFLOAT16,),
     "gather": (FLOAT64, FLOAT16, BFLOAT16),
     "spread": (FLOAT16,),

@@ -704,7 +704,7 @@ def test_t32_the_thresholds_are_there():
         for deterministic in (False, True)
     }
     every = {name for op in cases.OPERATORS for d in (False, True) for name in algorithms(op, deterministic=d)}
-    assert chosen == every
+    assert chosen == every - {"interleaved_scatter"}  # which the layout chooses
 
 
 # -- living inside a real program ----------------------------------------------------------------------------------

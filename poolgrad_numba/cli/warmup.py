@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _CELLS = 4  # cells along each axis
-_CHANNELS = 2  # enough planes to split over two workers
+_BATCH = (2, 2)  # enough images, and planes, to split over two workers
 
 
 class Job(NamedTuple):
@@ -92,7 +92,7 @@ def run(job: Job, *, threads: int) -> int:
         options["index_dtype"] = job.index_dtype
     plan = make_plan(
         job.operator,
-        input_shape=(_CHANNELS, *size),
+        input_shape=(*_BATCH, *size),
         dtype=job.dtype,
         algorithm=job.algorithm,
         deterministic=job.deterministic,

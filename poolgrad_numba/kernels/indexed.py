@@ -1,6 +1,7 @@
 """The indexed map: ``out[p, index[p, o]] += grad[p, o]``, for max pooling of any rank.
 
-``grad`` and ``index`` are (planes, outputs), ``out`` is (planes, cells); an index is flat inside its plane.
+``grad`` and ``index`` are (planes, outputs), ``out`` is (planes, cells); an index is flat inside its plane. (Only
+`interleaved_scatter` takes them otherwise.)
 Every kernel compares each index as an unsigned 64-bit number with the range that it may write, counts those that
 are outside the plane, and writes nothing for them.
 """
@@ -43,6 +44,31 @@ def plane_scatter(worker, workers, grad, index, out, scratch):
         acc[:] = 0  # here, while the plane is about to be in cache, not in a pass of its own
         bad += add_outputs(grad[p], index[p], acc)
         finish(acc, out[p])
+    return bad
+
+
+@Kernel
+def interleaved_scatter(worker, workers, grad, index, out, scratch, channels):
+    """Each image, channels last, is owned by one worker, which adds its outputs in ascending order.
+
+    grad and index are (images, outputs x channels), out is (images, cells x channels).
+    scratch: (workers, cells x channels) in the accumulation type for 16-bit values, else (workers, 0).
+    """
+    inside = np.uint64(out.shape[1] // channels)
+    bad = 0
+    first, last = share(worker, workers, out.shape[0])
+    for n in range(first, last):
+        acc = accumulator(out[n], scratch[worker])[: out.shape[1]]
+        acc[:] = 0
+        for start in range(0, index.shape[1], channels):
+            g, ix = grad[n, start : start + channels], index[n, start : start + channels]
+            for c in range(channels):
+                i = np.uint64(ix[c])
+                if i < inside:
+                    acc[i * np.uint64(channels) + np.uint64(c)] += widen(g[c])
+                else:
+                    bad += 1
+        finish(acc, out[n])
     return bad
 
 
